@@ -27,7 +27,6 @@ from typing import Any
 
 from distaccum.accumulation.restart import Restarting
 from distaccum.accumulation.step import Outcome
-from distaccum.accumulation.two_pass import represented
 from distaccum.config.checks import (
     NUMERICS,
     REPRODUCIBLE,
@@ -187,6 +186,8 @@ def run_window(
         engine.hooks = (*hooks, BeforeStep(lambda _: before_step()))
     try:
         if is_window_loss(loss):
+            from distaccum.accumulation.two_pass import represented  # noqa: PLC0415  few losses compare samples
+
             second = represented(engine, window, loss, prefetch=prefetch, compared=False)
             outcome = second.outcome(Restarting(engine).run(window, second, prefetch=prefetch))
         else:

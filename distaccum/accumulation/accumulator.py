@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from math import inf, nan
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,14 +20,12 @@ from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory, lo
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.rehearsal import Rehearsal
 from distaccum.accumulation.restart import Restarting, check_marks, fitting
 from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
 from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome
 from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
-from distaccum.accumulation.two_pass import represented
 from distaccum.config.checks import (
     NONFINITE,
     ON_DIVERGENCE,
@@ -60,6 +58,9 @@ from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
 from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
 from distaccum.verification.verifier import Verifier
+
+if TYPE_CHECKING:
+    from distaccum.accumulation.rehearsal import Rehearsal
 
 _EVERYWHERE = "call it on every rank: it is a collective on this engine, also in an evaluation"
 _OF_ENGINE = ("model", "optimizer", "optimizer_values", "scaler")  # in a state dict
@@ -480,6 +481,8 @@ class Accumulator:
         records = None if window.proof is None else window.proof.records
         second, by_micro_batch, run = None, None, loss
         if is_window_loss(loss):
+            from distaccum.accumulation.two_pass import represented  # noqa: PLC0415  few losses compare samples
+
             compared = records is not None
             run = second = represented(self.engine, window.plain, loss, prefetch=self._prefetch, compared=compared)
         else:

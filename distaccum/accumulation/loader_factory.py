@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distaccum.accumulation.open_window import refuse
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.rehearsal import Rehearsal, rehearse
-from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.checks import AUTO, require, whole_number
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.factory import as_loader, make_plan
-from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import Resize, check_sizes, largest_share
 from distaccum.data.spec import is_map_style
@@ -25,6 +22,9 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
 from distaccum.losses.base import AnyLoss, Loss
+
+if TYPE_CHECKING:
+    from distaccum.accumulation.rehearsal import Rehearsal
 
 # The global batch of a loop, which may change between two windows, and the loaders that cut it.
 
@@ -155,6 +155,9 @@ class LoaderFactory:
             sizes: dict[str, Any] = {**self._sizes, "micro_batch_size": 1}
             plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
             assert not plan.is_stream
+            from distaccum.accumulation.rehearsal import rehearse  # noqa: PLC0415  with micro_batch_size=auto alone
+            from distaccum.data.host_memory import longest_micro_batch  # noqa: PLC0415
+
             self.rehearsal = rehearse(
                 self._engine(),
                 self._world,
@@ -206,4 +209,6 @@ def loss_to_rehearse(micro_batch_size: object, loss: AnyLoss | None) -> Loss | N
     if loss is None or not callable(getattr(loss, "count", None)):
         problem = "a rehearsal runs the loss, and there is none with count(batch)"
         raise ConfigError("micro_batch_size", AUTO, problem, "Give loss=, as to the Trainer, or state a number")
+    from distaccum.accumulation.two_pass import of_micro_batch  # noqa: PLC0415  with micro_batch_size=auto alone
+
     return of_micro_batch(loss)

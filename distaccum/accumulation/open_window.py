@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from time import perf_counter
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -22,7 +22,9 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
-from distaccum.verification.proof import GradientProof
+
+if TYPE_CHECKING:
+    from distaccum.verification.proof import GradientProof
 
 
 class Phase(Enum):

@@ -30,11 +30,10 @@ from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
 from distaccum.engines.memory_marks import Shape, state_to_come
 from distaccum.engines.memory_report import memory_by_part
-from distaccum.engines.ownership import is_owned
+from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, as_counts, normalize_loss
-from distaccum.verification.parts import leaves_of
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.step import LossSums, Outcome, run_window
-from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.activity import Phase
@@ -30,11 +29,11 @@ from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.memory_marks import Shape
-from distaccum.engines.memory_report import memory_by_part
 from distaccum.errors import ResourceError
-from distaccum.losses.base import Loss
-from distaccum.verification.parts import why_not_cut
-from distaccum.verification.recorded import RecordedWindow
+from distaccum.losses.base import InOrder, Loss
+
+if TYPE_CHECKING:
+    from distaccum.verification.recorded import RecordedWindow
 
 _log = logging.getLogger(__name__)
 _STATISTICS = "its batch normalization is over the micro-batch, and parts of it have other statistics"
@@ -112,7 +111,7 @@ class Restarting:
             raise error
         if engine.activity.phase is Phase.STEP:  # weights may have moved, here and on the other ranks
             raise error
-        if isinstance(loss, SecondPass):  # of the whole window
+        if isinstance(loss, InOrder):  # of the whole window
             raise out_of_memory(error, engine.world) from error
         if not engine.restarts_windows:
             if plan.micro_batches:
@@ -139,6 +138,8 @@ class Restarting:
         )
 
     def _refusal(self, place: str, i: int, shape: Shape, said: str, why: str) -> ResourceError:
+        from distaccum.engines.memory_report import memory_by_part  # noqa: PLC0415  where a run ends
+
         lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if shape.rows > 1 else ""
         remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
         return ResourceError(
@@ -188,6 +189,8 @@ def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequen
         return f"it cannot be cut in halves: {error}"
     if rows <= 1:
         return _SINGLE
+    from distaccum.verification.parts import why_not_cut  # noqa: PLC0415  few windows run out of memory
+
     batch = window.micro_batches[i].batch
     why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows), before)
     engine.memory_marks.looked = engine.memory_marks.looked or not why
@@ -210,6 +213,8 @@ def check_marks(engine: Engine, window: Window, loss: Loss, world: World) -> Non
     if most <= 1:
         return
     i = max(range(len(rows)), key=rows.__getitem__)
+    from distaccum.verification.parts import why_not_cut  # noqa: PLC0415  as above
+
     batch = window.micro_batches[i].batch
     why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows[i]))
     said = world.all_gather_names([why] if why else []) if together else [why] if why else []

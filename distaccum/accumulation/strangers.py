@@ -18,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distaccum.accumulation.step import refuse_freed
 from distaccum.engines.base import Engine
 from distaccum.engines.optimizer_step import is_guarded
-from distaccum.engines.ownership import is_owned
+from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.errors import MisuseError
-from distaccum.verification.parts import leaves_of
 
 _WINDOWS = 2  # whose graphs are walked
 

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.diagnose import diagnose, explain
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.schedulers import OwnedScheduler
 from distaccum.accumulation.spikes import Spikes
@@ -309,6 +308,8 @@ class ProgressTracker:
         self._engine.zero_gradients()  # of a window that may have begun since
         began = ""
         if loss is not None and together:
+            from distaccum.accumulation.diagnose import diagnose, explain  # noqa: PLC0415  where a run ends
+
             began = f" {explain(diagnose(self._engine, window, loss, self._world))}."
         ids = shorten(chain.from_iterable(window.ids()), _MOST_NAMED) or "none"
         own = (self._world.rank, ids, outcome.step.nonfinite())  # of gradients, this rank's share

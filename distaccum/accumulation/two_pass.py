@@ -31,11 +31,11 @@ from distaccum.distributed.random import KeyedRandom, OtherGenerators, RNGState,
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
+from distaccum.engines.ownership import leaves_of
 from distaccum.errors import MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
-from distaccum.verification.parts import leaves_of
 
 # What all ranks have represented of their batches, put together in one order on every rank.
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.activation_checkpoint import Checkpoints
-from distaccum.engines.compiled import Compiled
 from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
@@ -29,6 +27,10 @@ from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from distaccum.engines.activation_checkpoint import Checkpoints
+    from distaccum.engines.compiled import Compiled
 
 
 @dataclass(frozen=True, kw_only=True)

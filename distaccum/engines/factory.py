@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.engines import compiled, reproducible
-from distaccum.engines.activation_checkpoint import Checkpoints
+from distaccum.engines import reproducible
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
@@ -46,6 +45,9 @@ from distaccum.errors import ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
+
+if TYPE_CHECKING:
+    from distaccum.engines.activation_checkpoint import Checkpoints
 
 # What no engine can train: models that are wrapped already, odd types, optimizers of sparse gradients.
 
@@ -289,6 +291,8 @@ def create(
         raise
     made.activation_checkpoints = checkpoints
     if parts:
+        from distaccum.engines import compiled  # noqa: PLC0415  where a model is compiled
+
         made.compiled = compiled.Compiled(parts, context.compile, tells=world.is_main)
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
     made.ownership = ownership
@@ -317,12 +321,14 @@ def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Modul
     """Of a model that is not wrapped yet; none where nothing is compiled."""
     if not context.compile.compiles:
         return []
+    from distaccum.engines.compiled import innermost  # noqa: PLC0415  where a model is compiled
+
     if context.compile.name == "model":
         return [model]
     named = context.compile.blocks
     if not named:
-        return compiled.innermost(blocks_of(model, context.engine.blocks))
-    return compiled.innermost(blocks_of(model, named, key="compile.blocks"))
+        return innermost(blocks_of(model, context.engine.blocks))
+    return innermost(blocks_of(model, named, key="compile.blocks"))
 
 
 def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
@@ -348,6 +354,8 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
         remedy = f"Use engine={able}, or build the model where it has memory"
         raise ConfigError("model", type(model).__name__, "its weights are on the meta device", remedy)
     if context.compile.compiles:
+        from distaccum.engines import compiled  # noqa: PLC0415
+
         parts = _parts_to_compile(model, context)
         compiled.check(
             model,
@@ -415,9 +423,11 @@ def checkpoint_activations(model: nn.Module, engine: EngineConfig, *, compiled: 
     Raises:
         ConfigError: a name of a block matches nothing, or the model has no blocks.
     """
-    blocks = _recomputed(model, engine)
-    selective = engine.activation_checkpoint == "selective"
-    return Checkpoints(model, blocks, selective=selective, compiled=compiled) if blocks else None
+    if not (blocks := _recomputed(model, engine)):
+        return None
+    from distaccum.engines.activation_checkpoint import Checkpoints  # noqa: PLC0415  where a model asks for it
+
+    return Checkpoints(model, blocks, selective=engine.activation_checkpoint == "selective", compiled=compiled)
 
 
 def _recomputed(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:

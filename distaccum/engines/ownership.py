@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -18,6 +18,23 @@ _owners: MutableMapping[Any, Ownership] = WeakIdKeyDictionary()
 def is_owned(thing: object) -> bool:
     """Whether an engine that is not closed has this optimizer or parameter."""
     return thing in _owners
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of a graph that need a gradient: one walk over its nodes."""
+    waiting = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 class Ownership:

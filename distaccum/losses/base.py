@@ -82,6 +82,18 @@ def is_window_loss(loss: object) -> TypeIs[WindowLoss]:
 
 
 @runtime_checkable
+class InOrder(Protocol):
+    """A loss that has to know which of the window's micro-batches it is called for, as that of a second pass."""
+
+    @property
+    def fault(self) -> str:
+        """In words, why the window's gradient is not what it was to be; empty as far as this rank knows."""
+
+    def begin(self, i: int) -> None:
+        """The next call is for the ``i``-th micro-batch."""
+
+
+@runtime_checkable
 class Scorer(Protocol):
     """A loss that reports further sums in an evaluation, such as the accuracy.
 

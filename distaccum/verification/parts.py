@@ -7,7 +7,7 @@ numbers are constants: what is left out at random would differ from one forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,30 +21,10 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
 from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import trained
-from distaccum.engines.ownership import is_owned
+from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 from distaccum.verification.additivity import in_16_bits
-
-# The graph of a loss.
-
-
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The leaves of a graph that need a gradient: one walk over its nodes."""
-    waiting = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-
 
 _ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same samples in another shape
 _NOISE = 2e-6  # of the whole gradient: what is nothing but rounding in a parameter whose gradient cancels out

@@ -14,14 +14,14 @@ from distaccum.engines.base import Engine
 from distaccum.engines.compiled import compiled_parts
 from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
-from distaccum.losses.base import Loss
+from distaccum.losses.base import InOrder, Loss
 from distaccum.losses.normalize import LossSum
 from distaccum.verification.comparison import Comparison, compare, shares_of_ranks
 from distaccum.verification.directional import compare_with_slope
 from distaccum.verification.expected import CLOSING, NAMED, Expected, first_line, whole_numel, words
 from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
-from distaccum.verification.recorded import InOrder, RecordedWindow
+from distaccum.verification.recorded import RecordedWindow
 
 _log = logging.getLogger(__name__)
 MOST_ELEMENTS = 2**25

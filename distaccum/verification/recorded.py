@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,20 +11,8 @@ from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
-from distaccum.losses.base import Loss
+from distaccum.losses.base import InOrder, Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
-
-
-@runtime_checkable
-class InOrder(Protocol):
-    """A loss that has to know which of the window's micro-batches it is called for, as that of a second pass."""
-
-    @property
-    def fault(self) -> str:
-        """In words, why the window's gradient is not what it was to be; empty as far as this rank knows."""
-
-    def begin(self, i: int) -> None:
-        """The next call is for the ``i``-th micro-batch."""
 
 
 class RecordedWindow:

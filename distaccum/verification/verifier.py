@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,8 +17,9 @@ from distaccum.engines.base import Engine
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count
-from distaccum.verification.additivity import check_loss
-from distaccum.verification.proof import GradientProof
+
+if TYPE_CHECKING:
+    from distaccum.verification.proof import GradientProof
 
 # What a window without a step leaves: the clocks where they were, and a loss scale that can still be used.
 
@@ -119,6 +121,8 @@ class Verifier:
 
     def proof_of(self, window: Window) -> GradientProof:
         """The proof of a window that has not begun."""
+        from distaccum.verification.proof import GradientProof  # noqa: PLC0415  for the windows that are verified
+
         return GradientProof(self._engine, self._world, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
 
     def prove(self, window: Window, loss: Loss) -> GradientProof:
@@ -141,6 +145,8 @@ class Verifier:
             VerificationError: it is not; on all ranks.
         """
         if self.proof is not None and not self._loss_checked:
+            from distaccum.verification.additivity import check_loss  # noqa: PLC0415  as above
+
             self._loss_checked = True
             check_loss(self._engine, window, loss, self._world, self._count)
 

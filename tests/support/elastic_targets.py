@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distaccum.accumulation import tracker
+from distaccum.accumulation import diagnose
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.spec import DataSpec
@@ -119,7 +119,7 @@ def _arm() -> None:
     register_optimizer_step_post_hook(_hook("stepped"))
     _around(Meter, "record", "recording", "recorded")
     _around(JsonlLogger, "log", "log", "logged")
-    _around(tracker, "diagnose", "diagnosis")
+    _around(diagnose, "diagnose", "diagnosis")
     _around(CheckpointStore, "begin", "", "save")
     _around(CheckpointStore, "publish", "publish", "published")
     _around(Member, "next_view", "leaving", of=lambda _, view, report: -1 if view is None else view.generation)
