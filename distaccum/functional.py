@@ -28,24 +28,20 @@ from typing import Any
 from distaccum.accumulation.restart import Restarting
 from distaccum.accumulation.step import Outcome
 from distaccum.config.checks import (
-    NUMERICS,
-    REPRODUCIBLE,
-    require_choice,
     require_count,
     require_seed,
     whole_number,
 )
 from distaccum.data.batches import to_device
-from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import VIRTUAL_RANKS
 from distaccum.data.window import Window
-from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
 from distaccum.engines.hooks import BeforeStep
+from distaccum.engines.numerics import Numerics
 from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import AnyLoss, from_mean, is_window_loss
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
@@ -98,16 +94,14 @@ def plan_windows(
     Raises:
         ConfigError: sizes that cannot work.
     """
-    require_choice("numerics", numerics, NUMERICS)
+    own = Numerics.of(numerics, virtual_ranks)
     given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
     sizes: dict[str, Any] = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
     seed, prefetch_windows = whole_number("seed", seed), whole_number("prefetch_windows", prefetch_windows)
     require_seed("seed", seed)
     require_count("prefetch_windows", prefetch_windows)
-    exact = numerics == REPRODUCIBLE
-    sizes["virtual_ranks"] = virtual_ranks if exact else None
-    loader = as_loader(data, world, **sizes, seed=seed, prefetch_windows=prefetch_windows)
-    counter = GlobalCounter(world, count, exact=exact)
+    loader = as_loader(data, world, **sizes, seed=seed, prefetch_windows=prefetch_windows, arrange=own.plan)
+    counter = own.counter(world, count)
 
     def windows(epoch: int) -> Iterator[Window]:
         for window in loader.windows(epoch, 0, counter):
@@ -123,7 +117,7 @@ def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManag
     They depend on the seed, the epoch and the micro-batch, and not on the rank that computes it or on what was drawn
     before. Afterwards the generators go on as if nothing had been drawn. Without it each rank draws its own numbers.
     """
-    return KeyedRandom(engine.device, others=engine.reproducible).keyed(window.keys, i)
+    return engine.numerics.random(engine.device).keyed(window.keys, i)
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:
@@ -137,7 +131,7 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
             another factor than the engine's.
     """
-    if window.deal is not None and not engine.reproducible:
+    if window.deal is not None and not engine.numerics.fixed_order:
         problem = "the window was planned with numerics=reproducible, and the engine is not"
         raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
     if not window.micro_batches:

@@ -172,6 +172,7 @@ SHARED = {
     "memory_marks",
     "memory_report",
     "modules",
+    "numerics",
     "optimizer_step",
     "ownership",
     "partial_sums",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from distaccum.accumulation.batch_norm import check_kernels, expect_repeats, warn_of_batch_statistics
+from distaccum.accumulation.batch_norm import expect_repeats, warn_of_batch_statistics
 from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
@@ -39,7 +39,7 @@ from distaccum.config.checks import (
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import GlobalCounter, Rider
+from distaccum.data.counter import Rider
 from distaccum.data.cursor import DataCursor
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
@@ -52,6 +52,7 @@ from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.hooks import BeforeStep
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
@@ -192,10 +193,10 @@ class Accumulator:
             device=self.world.device,
             seed=seed,
             compile=compile,
-            numerics=numerics,
+            numerics=Numerics.of(numerics, virtual_ranks),
         )
-        if prepared.reproducible:
-            _check_reproducible(self.world, rehearsed, count)
+        own = prepared.numerics
+        own.check_loop(self.world, count, rehearses=rehearsed is not None)
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         check_schedulers(schedulers, self._optimizers)
         self._evaluation_weights = EvaluationWeights(self._optimizers)
@@ -207,7 +208,7 @@ class Accumulator:
             raise
         self._schedulers = [OwnedScheduler(one) for one in schedulers]
         self._count, self._prefetch, self._restarting = count, prefetch, Restarting(self.engine)
-        self._counter = GlobalCounter(self.world, count, exact=prepared.reproducible)
+        self._counter = own.counter(self.world, count)
         self.tracker = ProgressTracker(
             self.engine,
             self.world,
@@ -225,7 +226,7 @@ class Accumulator:
             rehearsed,
             seed=seed,
             prefetch_windows=prefetch_windows,
-            virtual_ranks=virtual_ranks if prepared.reproducible else None,
+            arrange=own.plan,
         )
         self._global_batch = GlobalBatch(sizes)
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
@@ -533,7 +534,7 @@ class Accumulator:
         self._repeats = True
 
     def _expect_repeats(self, window: Window, loss: Loss) -> None:
-        if self.engine.reproducible and not self._repeats:
+        if self.engine.numerics.fixed_order and not self._repeats:
             self._repeats = True
             expect_repeats(self.engine, window, loss, self.world)
 
@@ -717,7 +718,9 @@ class Accumulator:
 
     def _give_up(self, window: OpenWindow) -> None:
         """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it."""
-        if self.engine.reproducible and not self.engine.window_open:  # the others get NaN for each of its blocks
+        if (
+            self.engine.numerics.fixed_order and not self.engine.window_open
+        ):  # the others get NaN for each of its blocks
             self.engine.begin_window(len(window), window.plain.deal)
         sends = self.engine.give_up()
         if not sends and window.counts:  # they step, unless they call abandon() too
@@ -783,15 +786,6 @@ def _sizes(global_batch_size: object, micro_batch_size: object, tokens: object) 
     if sizes["micro_batch_size"] is not None:
         check_sizes(sizes["global_batch_size"], sizes["micro_batch_size"])
     return sizes
-
-
-def _check_reproducible(world: World, rehearsed: Loss | None, count: Count | None) -> None:
-    """Raises ConfigError for what would make a reproducible window depend on the ranks; a collective."""
-    problem = "is found by rate and memory, and with numerics=reproducible a run's numbers depend on it"
-    require(rehearsed is None, "micro_batch_size", "auto", problem, "State a number")
-    problem = "and with numerics=reproducible a window's count is known before it is run"
-    require(count is not None, "count", None, problem, "Give count=, which counts a batch on the host")
-    check_kernels(world)
 
 
 def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:

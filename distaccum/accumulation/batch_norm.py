@@ -14,30 +14,9 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
-from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError, shorten
+from distaccum.errors import BatchStatisticsWarning, MisuseError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
-
-# Kernels and threads: what the bits of a micro-batch depend on beside its numbers.
-
-
-def check_kernels(world: World) -> None:
-    """For ``numerics=reproducible``: a collective.
-
-    Raises:
-        ConfigError: kernels may add in any order, or ranks have other numbers of threads; on all ranks.
-    """
-    if not torch.are_deterministic_algorithms_enabled():
-        problem = "and torch may choose kernels that add in any order"
-        remedy = "Call torch.use_deterministic_algorithms(True) before"
-        raise ConfigError("numerics", "reproducible", problem, remedy)
-    threads = world.all_gather_object(torch.get_num_threads())
-    if len(set(threads)) > 1:
-        each = ", ".join(map(str, threads))
-        problem = f"and the ranks have {each} threads, by which kernels cut their sums"
-        remedy = "Call torch.set_num_threads(n) with one n on every rank"
-        raise ConfigError("numerics", "reproducible", problem, remedy)
-
 
 # Whether a micro-batch's loss is the same a second time, for ``numerics=reproducible``.
 

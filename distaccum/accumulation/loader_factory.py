@@ -123,7 +123,7 @@ class LoaderFactory:
         world: this rank.
         sizes: ``global_batch_size``, ``micro_batch_size`` and ``tokens``; None: not given, or found in a rehearsal.
         loss: to rehearse with; None: nothing is rehearsed.
-        options: of the loaders: ``seed``, ``prefetch_windows`` and ``virtual_ranks``.
+        options: of the loaders: ``seed``, ``prefetch_windows`` and ``arrange``.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LoaderFactory:
         world: World,
         sizes: Mapping[str, int | None],
         loss: Loss | None,
-        **options: int | None,
+        **options: Any,
     ) -> None:
         self._engine, self._world, self._sizes, self._loss, self._options = engine, world, dict(sizes), loss, options
         self.rehearsal: Rehearsal | None = None

@@ -18,7 +18,6 @@ from distaccum.accumulation.strangers import Strangers
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed import activity
-from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
@@ -81,7 +80,7 @@ class OpenWindow:
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
-        self._random = KeyedRandom(engine.device, others=engine.reproducible)
+        self._random = engine.numerics.random(engine.device)
         self._autocast: AbstractContextManager[object] | None = None
         self._micro_step: AbstractContextManager[object] | None = None
 

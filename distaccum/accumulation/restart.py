@@ -238,7 +238,7 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
         count: of a part.
     """
     marks = engine.memory_marks
-    if not marks.any_failed or engine.reproducible:  # a part would have other bits
+    if not marks.any_failed or engine.numerics.fixed_order:  # a part would have other bits
         return window
     rows = [_rows(window, i) for i in range(len(window.micro_batches))]
     numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]

@@ -14,7 +14,6 @@ from distaccum.data.plan.units import Deal
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.errors import MisuseError
@@ -213,7 +212,7 @@ def run_micro_steps(
 ) -> LossSums:
     """The forwards and backwards of :func:`run_window`."""
     losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
-    random = KeyedRandom(engine.device, others=engine.reproducible)
+    random = engine.numerics.random(engine.device)
     engine.begin_window(len(window.micro_batches), window.deal)
     activity.phase, activity.done = Phase.COPYING, 0
     for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):

@@ -348,7 +348,7 @@ def _represent(engine: Engine, window: Window, loss: WindowLoss, prefetch: int) 
     """This rank's micro-batches, and the random numbers that each began with."""
     parts: list[Any] = []
     states: list[RNGState] = []
-    random, activity = KeyedRandom(engine.device, others=engine.reproducible), engine.activity
+    random, activity = engine.numerics.random(engine.device), engine.activity
     idle = _idle_steps(engine, window) if engine.forward_communicates else ()
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):

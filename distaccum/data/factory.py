@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -304,6 +304,13 @@ def build_loader(
     )
 
 
+Arrange = Callable[[Plan | StreamPlan, DataSpec], Plan | StreamPlan]
+
+
+def _unchanged(plan: Plan | StreamPlan, _: DataSpec) -> Plan | StreamPlan:
+    return plan
+
+
 def as_loader(
     data: Any,
     world: World,
@@ -313,11 +320,12 @@ def as_loader(
     micro_batch_size: int | None,
     seed: int,
     prefetch_windows: int = 1,
-    virtual_ranks: int | None = None,
+    arrange: Arrange = _unchanged,
     together: bool = False,
 ) -> WindowLoader:
     """The window loader of the data of a user's own loop.
 
+    ``arrange`` makes another plan of the planned windows, as :meth:`Numerics.plan` does.
     With ``together`` all ranks build one now and take windows from it next, so that one that cannot tells the others.
 
     An iterable that is neither a dataset, a ``DataLoader`` nor a ``DataSpec`` is a stream of this rank's micro-batches,
@@ -328,7 +336,7 @@ def as_loader(
     """
     sizes = {"global_batch_size": global_batch_size, "tokens": tokens, "micro_batch_size": micro_batch_size}
     try:
-        return _as_loader(data, world, sizes, seed=seed, prefetch_windows=prefetch_windows, virtual_ranks=virtual_ranks)
+        return _as_loader(data, world, sizes, seed=seed, prefetch_windows=prefetch_windows, arrange=arrange)
     except Exception as error:
         if together:
             tell_of_failure(world, error)
@@ -336,7 +344,7 @@ def as_loader(
 
 
 def _as_loader(
-    data: Any, world: World, sizes: dict[str, Any], *, seed: int, prefetch_windows: int, virtual_ranks: int | None
+    data: Any, world: World, sizes: dict[str, Any], *, seed: int, prefetch_windows: int, arrange: Arrange
 ) -> WindowLoader:
     if sizes["micro_batch_size"] is None:
         raise ConfigError("micro_batch_size", None, "is not given", "State the samples that fit on a device at once")
@@ -345,15 +353,7 @@ def _as_loader(
     if bare and (isinstance(data, IterableDataset) or is_hugging_face(data)) and not is_map_style(data):
         remedy = "Give DataLoader(data, batch_size=...), or say which, as in DataSpec(train=data, batched=False)"
         raise ConfigError("data", type(data).__name__, "a stream of samples, or of micro-batches", remedy)
-    plan = make_plan(
-        source,
-        **sizes,
-        world_size=world.size,
-        seed=seed,
-        batched=bare,
-    )
-    if virtual_ranks is not None:
-        plan = in_units(plan, source, virtual_ranks=virtual_ranks)
+    plan = arrange(make_plan(source, **sizes, world_size=world.size, seed=seed, batched=bare), source)
     return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
 
 

@@ -38,7 +38,7 @@ class HeldOut:
         collate: from samples to a batch; None for torch's ``default_collate``.
         workers: how samples are loaded; no more of them than batches are started.
         seed: of the workers' seeds.
-        reproducible: whether batches are the same on any number of ranks; some of these may have none.
+        fixed_batches: whether batches are the same on any number of ranks; some of these may have none.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class HeldOut:
         collate: Collate | None,
         workers: WorkerOptions,
         seed: int,
-        reproducible: bool = False,
+        fixed_batches: bool = False,
     ) -> None:
         self.samples = len(dataset) if limit is None else min(limit, len(dataset))
         """How many of its samples are evaluated, over all ranks."""
-        size = max(1, min(micro_batch_size, self.samples // (1 if reproducible else world.size)))
+        size = max(1, min(micro_batch_size, self.samples // (1 if fixed_batches else world.size)))
         self._size, self._rank, self._world_size = size, world.rank, world.size
         batches = self.batches_of_all = -(-self.samples // size)
         """How many batches there are, over all ranks."""
@@ -69,7 +69,7 @@ class HeldOut:
         self._processes: list[BaseProcess] = []
         self._iteration = loading_processes.Iteration()
         workers = replace(workers, num_workers=min(workers.num_workers, max(1, self._own)))
-        self._ids = _Ids(seed, here=reproducible and not workers.num_workers)
+        self._ids = _Ids(seed, here=fixed_batches and not workers.num_workers)
         self._loader: DataLoader[Any] = torch_loader(
             dataset,
             self._ids,

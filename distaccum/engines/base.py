@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.hooks import WindowHook
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import HostCopy, trained
+from distaccum.engines.numerics import Buffers, Numerics
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
@@ -139,8 +139,8 @@ class Engine(ABC):
     """The number by which the engine divides the summed gradient: the world size where it averages, 1 where it sums."""
     min_loss_scale: float | None
     """The loss scale below which it never falls; None without a dynamic scale."""
-    reproducible: bool = False
-    """Whether a window's gradients are summed in an order that does not depend on the ranks."""
+    numerics: Numerics = Numerics()
+    """How far a window's sums may depend on the ranks."""
     defer_reduction: bool = False
     """Whether the boundary's backward ends before its reduction begins, so that it may fail as any other."""
     forward_communicates: bool = False
@@ -188,8 +188,8 @@ class Engine(ABC):
         self._settings = GroupSettings(optimizers)
         self.memory_marks = MemoryMarks()
         """Which shapes of micro-batches fit on this rank, as far as is known."""
-        self.constant_buffers: ConstantBuffers | None = None
-        """Where the engine is :attr:`reproducible`: what looks at the model's buffers."""
+        self.buffers = Buffers()
+        """What looks at the model's buffers, as :attr:`numerics` ask for it."""
 
     @property
     def world(self) -> World:
@@ -221,16 +221,9 @@ class Engine(ABC):
         return CHANGED_BY_HAND if self.gradients_changed else ""
 
     def _take_deal(self, deal: Deal | None) -> None:
-        """Where a window begins.
-
-        Raises:
-            MisuseError: its units are dealt, and this engine adds up as it likes.
-        """
-        if self.constant_buffers is not None:
-            self.constant_buffers.begin()
-        elif deal is not None:
-            problem = "the window's units are dealt for numerics=reproducible, and this engine is not"
-            raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
+        """Where a window begins; raises MisuseError where its units are dealt, and this engine adds up as it likes."""
+        self.numerics.take_deal(deal)
+        self.buffers.begin()
 
     def _open_window(self) -> None:
         """Opens a window unless one is open: what was accumulated before is none of it, and is dropped.
@@ -363,7 +356,7 @@ class Engine(ABC):
     def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
         """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
 
-        Where the engine is :attr:`reproducible` the window's ``deal`` says whose its units are.
+        Where sums have a fixed order the window's ``deal`` says whose its units are.
 
         Where a forward communicates this is a collective: a rank with fewer micro-steps than another replays an earlier
         input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it only opens the

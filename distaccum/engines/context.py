@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig
 from distaccum.config.precision import PrecisionConfig
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -50,7 +51,7 @@ class EngineContext:
         seed: of weights that the engine makes.
         planned: True where the processes are not launched yet.
         compile: what of the model is compiled.
-        reproducible: whether gradients are summed in an order that does not depend on the ranks.
+        numerics: how far sums may depend on the ranks.
         builder: what makes the engine in the factory's place; None: the factory.
         generated: the engine's own configuration, as its check generated it; empty for most.
     """
@@ -67,7 +68,7 @@ class EngineContext:
     seed: int
     planned: bool
     compile: CompileConfig = field(default_factory=CompileConfig)
-    reproducible: bool = False
+    numerics: Numerics = field(default_factory=Numerics)
     builder: EngineBuilder | None = None
     generated: Mapping[str, Any] = field(default_factory=dict)
 

@@ -18,10 +18,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from distaccum.config.checks import (
     GLOO,
-    NUMERICS,
-    REPRODUCIBLE,
     require,
-    require_choice,
     require_positive_number,
     whole_number,
 )
@@ -36,10 +33,10 @@ from distaccum.config.engine import (
 )
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
-from distaccum.engines import reproducible
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError, shorten
 from distaccum.precision import hardware
@@ -157,7 +154,7 @@ def create_engine(
     micro_batch_size: int | None = None,
     seed: int = 0,
     compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
-    numerics: str = "fast",
+    numerics: str | Numerics = "fast",
 ) -> Engine:
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
@@ -213,7 +210,7 @@ def prepare(
     seed: int,
     planned: bool = False,
     compile: str | CompileConfig = "none",  # noqa: A002
-    numerics: str = "fast",
+    numerics: str | Numerics = "fast",
     builder: EngineBuilder | None = None,
 ) -> EngineContext:
     """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
@@ -237,7 +234,6 @@ def prepare(
     for key, value in given.items():
         if value is not None:
             whole_number(key, value)
-    require_choice("numerics", numerics, NUMERICS)
     precision = PrecisionConfig.of(precision)
     context = EngineContext(
         engine=engine_config(engine),
@@ -252,7 +248,7 @@ def prepare(
         seed=seed,
         planned=planned,
         compile=CompileConfig.of(compile),
-        reproducible=numerics == REPRODUCIBLE,
+        numerics=Numerics.of(numerics),
         builder=builder,
     )
     return replace(context, generated=check_engine(model, context))
@@ -343,8 +339,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     _check_variables(model, context)
     check_globs(model, context.policy)
     check_compiled(model, context.policy)
-    if context.reproducible:
-        reproducible.check(model, context)
+    context.numerics.check(model, context)
     if context.builder is not None:
         context.builder.check(context)
     hardware.check(context.policy, context.device)

@@ -25,7 +25,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.agreement import fingerprint
-from distaccum.data.factory import in_units, loading_options, make_plan
+from distaccum.data.factory import loading_options, make_plan
 from distaccum.data.host_memory import window_memory
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.scheduled import Stage
@@ -33,6 +33,7 @@ from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.factory import prepare
+from distaccum.engines.numerics import Numerics
 from distaccum.errors import ConfigError
 from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
@@ -87,7 +88,7 @@ class TrainingComponents:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
         data = fingerprint(self.data, _loading(self.data, self.config))
         found = {"model": structure(self.model), "loss": structure(self.loss), "data": data}
-        if self.config.reproducible:
+        if self.engine.numerics.fixed_order:
             found["kernels"] = determinism.kernels(self.config, self.device)
         return found | {"adapters": adapters.facts(self.model)}
 
@@ -243,7 +244,7 @@ def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | N
         device=stated.device,
         seed=config.seed,
         planned=planned,
-        numerics=config.numerics,
+        numerics=_numerics(config),
         builder=builder,
     )
 
@@ -263,15 +264,16 @@ def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | Strea
         group_by_length=batch.group_by_length,
         names=CONFIG_KEYS,
     )
-    if not config.reproducible:
-        return plan
-    blocks, grouped = batch.virtual_ranks, batch.group_by_length
-    return in_units(plan, data, virtual_ranks=blocks, group_by_length=grouped, names=CONFIG_KEYS)
+    return _numerics(config).plan(plan, data, group_by_length=batch.group_by_length, names=CONFIG_KEYS)
+
+
+def _numerics(config: RunConfig) -> Numerics:
+    return Numerics.of(config.numerics, config.batch.virtual_ranks)
 
 
 def _build_optimizers(config: RunConfig, model: nn.Module, device: torch.device) -> Sequence[Optimizer]:
     """The configuration's optimizers; none has a kernel of one pass where it would step shards to other bits."""
-    shards = config.reproducible and config.engine.name == FSDP2Config.name
+    shards = _numerics(config).fixed_order and config.engine.name == FSDP2Config.name
     optim = replace(config.optim, fused=False) if shards and config.optim.fused == "auto" else config.optim
     optimizers = build_optimizers(optim, model, device)
     check_optimizers(optimizers)

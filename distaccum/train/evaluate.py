@@ -65,7 +65,6 @@ class Evaluation:
         prefetch: micro-batches on the device at once, the one being computed included.
         metrics: further results, by name.
         seed: of the workers' random numbers.
-        reproducible: whether sums are added in an order that does not depend on the ranks.
     """
 
     def __init__(
@@ -81,10 +80,9 @@ class Evaluation:
         prefetch: int = FEWEST,
         metrics: Mapping[str, EvaluationMetric] | None = None,
         seed: int = 0,
-        reproducible: bool = False,
     ) -> None:
         self._engine, self._data, self._loss, self._world = engine, data, loss, world
-        self._reproducible, self._seed = reproducible, seed
+        self._fixed_order, self._seed = engine.numerics.fixed_order, seed
         self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
         self._prefetch, self._metrics = prefetch, metrics or {}
         self._sets = {
@@ -96,7 +94,7 @@ class Evaluation:
                 collate=data.collate,
                 workers=workers or WorkerOptions(),
                 seed=seed,
-                reproducible=reproducible,
+                fixed_batches=self._fixed_order,
             )
             for name, dataset in data.held_out.items()
         }
@@ -126,14 +124,12 @@ class Evaluation:
         activity.total = sum(one.rounds for one in self._sets.values())
         generators = RNGState.capture(engine.device)
         engine.sync_buffers()
-        if engine.constant_buffers is not None:
-            engine.constant_buffers.begin()
+        engine.buffers.begin()
         modes = [(module, module.training) for module in engine.unwrapped_model.modules()]  # some may be frozen
         engine.unwrapped_model.eval()
         try:
             found = self._of_all()
-            if engine.constant_buffers is not None:
-                engine.constant_buffers.check()
+            engine.buffers.check()
             return found
         finally:
             for module, training in modes:
@@ -157,11 +153,11 @@ class Evaluation:
         engine, loss, metrics = self._engine, self._loss, self._metrics
         model = engine.unwrapped_model
         _reset(metrics, loss, engine.device)
-        sums = Sums(held_out.batches_of_all, held_out.numbers) if self._reproducible else Sums()
+        sums = Sums(held_out.batches_of_all, held_out.numbers) if self._fixed_order else Sums()
         counted: dict[str, list[float]] = {}
         compared: list[Any] = []
         for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
-            if self._reproducible:  # else what a forward draws is the rank's
+            if self._fixed_order:  # else what a forward draws is the rank's
                 number = held_out.numbers[sums.added] if is_own else 0
                 self._keys = keys_of([number], "evaluation", self._seed)
             self._world.activity.done += 1
@@ -200,7 +196,7 @@ class Evaluation:
             ResourceError: memory is over for so many.
         """
         together = gather(self._world, representations, dealt=True)
-        keys = keys_of([0], "comparison", self._seed) if self._reproducible else ()
+        keys = keys_of([0], "comparison", self._seed) if self._fixed_order else ()
         try:
             with self._random.keyed(keys, 0):
                 found = window_scores(loss, together.like(together.tensors))
@@ -220,7 +216,7 @@ class Evaluation:
             found = forward(batch)
         except Exception as error:
             whole = self._engine.forward_communicates or is_window_loss(self._loss)
-            whole = whole or self._reproducible  # parts have other bits
+            whole = whole or self._fixed_order  # parts have other bits
             rows = 0 if whole or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
                 raise

@@ -360,7 +360,6 @@ class Loop:
             prefetch=trainer.prefetch,
             metrics=components.metrics,
             seed=components.config.seed,
-            reproducible=components.config.reproducible,
         )
 
     def _evaluate(self) -> dict[str, float]:

@@ -382,13 +382,13 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "held-out batches are as large as the ranks allow": (
                 "data/held_out.py",
-                "(1 if reproducible else world.size)",
+                "(1 if fixed_batches else world.size)",
                 "world.size",
             ),
             "Python's random numbers are the rank's": (
-                "accumulation/step.py",
-                "others=engine.reproducible",
-                "others=False",
+                "engines/numerics.py",
+                "KeyedRandom(device, others=self.fixed_order)",
+                "KeyedRandom(device, others=False)",
             ),
             "samples draw from the rank's generators": (
                 "data/loader.py",

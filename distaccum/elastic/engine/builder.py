@@ -58,8 +58,8 @@ class ElasticEngines:
             config=context.engine,
             policy=context.policy,
             options=context.step_options(world.device),
-            tree=TreeReducer(world, by_units=context.reproducible, keeps=True),
+            tree=TreeReducer(world, by_units=context.numerics.fixed_order, keeps=True),
             mirrored=MirroredZeRO1(world) if isinstance(context.engine, Zero1Config) else None,
             keepers=self.keepers,
-            reproducible=context.reproducible,
+            numerics=context.numerics,
         )

@@ -22,7 +22,6 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState, StepOutput, forward_past_engine
-from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.reducer import (
     BucketReducer,
@@ -40,6 +39,7 @@ from distaccum.engines.ddp.unused import NoneUnused, UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import clean, trained
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
@@ -67,7 +67,7 @@ class DDPEngine(Engine):
         options: clipping and the loss scale.
         reducer: of the buckets, at the window's last micro-step; the others are local, as in DDP's ``no_sync``.
         stepper: which rank steps which parameters, and what of them.
-        reproducible: whether the order of the reducer's sums does not depend on the ranks.
+        numerics: those of the reducer's sums.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DDPEngine(Engine):
         options: StepOptions,
         reducer: BucketReducer,
         stepper: WholeStepper,
-        reproducible: bool = False,
+        numerics: Numerics,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
         # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
@@ -89,8 +89,8 @@ class DDPEngine(Engine):
         self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size
         # A factor that the reduced gradient is still to get.
         self._sums_to = world.size if options.scaler and not reducer.sums else 1
-        self.reproducible, self._reducer, self._stepper = reproducible, reducer, stepper
-        self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
+        self.numerics, self._reducer, self._stepper = numerics, reducer, stepper
+        self.buffers = numerics.buffers(model, world)
         self._model = model
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         self.state_layout, self.steps_parts = stepper.layout, stepper.steps_parts
@@ -173,7 +173,7 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         elements = sum(p.numel() for p in self._parameters)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
-        how = "summed in a fixed order" if self.reproducible else "all-reduced"
+        how = "summed in a fixed order" if self.numerics.fixed_order else "all-reduced"
         line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
         return line + self._stepper.describe(spread=size_of(sum(p.nbytes for p in self._parameters)))
 
@@ -343,7 +343,7 @@ class DDPEngine(Engine):
     @property
     def restarts_windows(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
-        return not (self.reproducible or self._communicating() or self._collectives.seen)
+        return not (self.numerics.fixed_order or self._communicating() or self._collectives.seen)
 
     @property
     def reduction_begun(self) -> bool:
@@ -386,8 +386,7 @@ class DDPEngine(Engine):
         if not self._reduced:
             raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
         self._watch.check()
-        if self.constant_buffers is not None:
-            self.constant_buffers.check()
+        self.buffers.check()
         among = self._unused.masked(self._world, needs_some=self._ran)
         self._stepper.before_step(self._optimizers, self._optimizer_step)
         with self.stepped_groups:
@@ -402,7 +401,7 @@ class DDPEngine(Engine):
     def gives_up_alone(self) -> bool:
         """See :class:`Engine`; not where the other ranks may wait in a forward."""
         # One rank, too, so that a loss scale does not depend on their number.
-        return (self._world.size > 1 or self.reproducible) and not self._communicating()
+        return (self._world.size > 1 or self.numerics.fixed_order) and not self._communicating()
 
     def give_up(self) -> bool:
         """See :class:`Engine`. What was sent before becomes NaN here alone."""
@@ -542,9 +541,11 @@ def _create(
         config=context.engine,
         policy=context.policy,
         options=context.step_options(world.device),
-        reducer=TreeReducer(world) if context.reproducible else BucketReducer(world, context.policy.reduce_dtype),
+        reducer=TreeReducer(world)
+        if context.numerics.fixed_order
+        else BucketReducer(world, context.policy.reduce_dtype),
         stepper=stepper,
-        reproducible=context.reproducible,
+        numerics=context.numerics,
     )
 
 

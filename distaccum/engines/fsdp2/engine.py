@@ -29,7 +29,6 @@ from distaccum.engines.base import (
     WholeWeights,
 )
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
-from distaccum.engines.constant_buffers import ConstantBuffers
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import internals, wrap
 from distaccum.engines.fsdp2.copies import Copies
@@ -49,9 +48,9 @@ from distaccum.engines.modules import (
     to_local,
     trained,
 )
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions
-from distaccum.engines.reproducible import check_optimizers
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
@@ -82,7 +81,7 @@ class FSDP2Engine(Engine):
         policy: what forwards compute in, and what gradients travel in between ranks. They accumulate in fp32.
         options: clipping and the loss scale.
         seed: of weights that are made here.
-        reproducible: whether gradients are summed in an order that does not depend on the ranks.
+        numerics: how far sums may depend on the ranks.
 
     Raises:
         ConfigError: an optimizer has stepped, or ``config.blocks`` match nothing. See ``checks.check`` too.
@@ -101,13 +100,13 @@ class FSDP2Engine(Engine):
         policy: PrecisionPolicy,
         options: StepOptions,
         seed: int,
-        reproducible: bool = False,
+        numerics: Numerics,
     ) -> None:
         super().__init__(optimizers, world, policy, options.scaler)
         self.gradient_divide_factor = 1
-        self.reproducible = reproducible
-        self._tree = TreeSums(world, lambda: bool(self._zero_contribution)) if reproducible else None
-        self.constant_buffers = ConstantBuffers(model, world) if reproducible else None
+        self.numerics, fixed = numerics, numerics.fixed_order
+        self._tree = TreeSums(world, lambda: bool(self._zero_contribution)) if fixed else None
+        self.buffers = numerics.buffers(model, world)
         self._every = config.sync == "every"
         self._reshards, self._offloads = config.reshard_after_forward, config.offload
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
@@ -132,7 +131,7 @@ class FSDP2Engine(Engine):
             self._settings,
             window_open=lambda: self.window_open,
             all_reduce_shards=self._all_reduce_shards,
-            whole_norms=WholeNorms(world) if reproducible else None,
+            whole_norms=WholeNorms(world) if fixed else None,
         )
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not self._reshards:  # but all at once, after the backward
@@ -568,8 +567,7 @@ class FSDP2Engine(Engine):
         self._free_gathered()
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise _no_gradient(self._parameters)
-        if self.constant_buffers is not None:
-            self.constant_buffers.check()
+        self.buffers.check()
         self._late_faults = self._shard_watch.spoil()
         self._compares_order = True
         output = self._optimizer_step.step(divisor, self.norm_bound)
@@ -654,9 +652,8 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
     """For ``engine=fsdp2``; see ``factory.EngineSpec``."""
     config = context.engine
     assert isinstance(config, FSDP2Config)
+    context.numerics.check_optimizers(optimizers, config)
     # Shards on the CPU have their gradients there, and what decides about these.
-    if context.reproducible:
-        check_optimizers(optimizers, config)
     options = context.step_options(torch.device("cpu") if config.offload else world.device)
     return FSDP2Engine(
         model,
@@ -666,7 +663,7 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
         policy=context.policy,
         options=options,
         seed=context.seed,
-        reproducible=context.reproducible,
+        numerics=context.numerics,
     )
 
 

@@ -25,7 +25,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
 from distaccum.engines.factory import prepare
-from distaccum.engines.reproducible import check_optimizers
+from distaccum.engines.numerics import Reproducible
 from distaccum.errors import ConfigError, DataError, MisuseError
 from distaccum.functional import create_engine, plan_windows
 from distaccum.testing import single_process_world
@@ -85,24 +85,24 @@ def test_what_sums_by_the_rank_is_refused_before_there_is_a_group(options: dict[
 
 
 def test_a_norm_without_running_statistics_is_taken() -> None:
-    assert prepared(model_of(nn.BatchNorm1d(4, track_running_stats=False))).reproducible
+    assert prepared(model_of(nn.BatchNorm1d(4, track_running_stats=False))).numerics.fixed_order
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_a_kernel_of_one_pass_steps_a_shard_to_other_bits(kind: Any) -> None:
     model, settings = model_of(), FSDP2Config()
     momentum = {"momentum": 0.9} if kind is SGD else {}
-    check_optimizers([kind(model.parameters(), 0.1, foreach=True, **momentum)], settings)
+    Reproducible().check_optimizers([kind(model.parameters(), 0.1, foreach=True, **momentum)], settings)
     before = torch.get_rng_state()
     with pytest.raises(ConfigError, match="steps a part of a matrix to other bits than the whole, and fsdp2 steps"):
-        check_optimizers([kind(model.parameters(), 0.1, fused=True, **momentum)], settings)
+        Reproducible().check_optimizers([kind(model.parameters(), 0.1, fused=True, **momentum)], settings)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_each_group_is_tried() -> None:
     groups = [{"params": [nn.Parameter(torch.ones(4, 4))]}, {"params": [nn.Parameter(torch.ones(4, 4))], "fused": True}]
     with pytest.raises(ConfigError, match="AdamW steps a part of a matrix to other bits"):
-        check_optimizers([AdamW(groups, 0.1, foreach=False)], FSDP2Config())
+        Reproducible().check_optimizers([AdamW(groups, 0.1, foreach=False)], FSDP2Config())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
@@ -113,7 +113,7 @@ def test_a_model_that_is_compiled_already_is_refused() -> None:
 
 def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
     with pytest.raises(ConfigError, match="Muon"):
-        check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
+        Reproducible().check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
 
 
 @pytest.mark.parametrize(
