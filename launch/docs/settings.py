@@ -94,18 +94,23 @@ def _listed(parts: list[str]) -> str:
 
 
 def keys_of_choices() -> str:
-    """What the choices of the groups take, a heading and a table for each group."""
+    """What the choices of the groups take: a heading and a table for each group, a row for each key that differs."""
     made = []
     for part, those in groupby(arguments(), lambda one: one.key.split(".")[0]):
-        made.append(f"### Keys of `{part}`")
-        for files, keys in groupby(those, lambda one: one.files):
-            named = _listed([f"`{part}={name}`" for name in files])
-            rows = "\n".join(
-                f"| `{one.key}` | {_type(one)} | {_default(one.default)} | {one.meaning} |" for one in keys
-            )
-            made.append(f"With {named}:")
-            made.append(f"| key | type | default | meaning |\n|---|---|---|---|\n{rows}")
+        rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
+        for one in those:
+            said = (f"`{one.key}`", _type(one), _default(one.default), one.meaning)
+            rows.setdefault(said, []).extend(one.files)
+        table = "\n".join(
+            f"| {key} | {_choices(files)} | {kind} | {default} | {meaning} |"
+            for (key, kind, default, meaning), files in rows.items()
+        )
+        made.append(f"### Keys of `{part}`\n\n| key | of | type | default | meaning |\n|---|---|---|---|---|\n{table}")
     return "\n\n".join(made)
+
+
+def _choices(files: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in files)
 
 
 def _default(default: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/own-loop.md: each diff applies to its program, and both train to the weights of a plain loop."""
+"""docs/own-loop.md: each diff of it, and beside the programs, applies to its program, and both train to the weights of a plain loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ EXACT = 1e-6
 
 @cache
 def _diff(name: str) -> str:
-    (found,) = re.findall(rf"^```diff\n--- {name}\.py\n\+\+\+ {name}\.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    """The program's diff: in the page, or in a file beside the program."""
+    beside = PROGRAMS / f"{name}.diff"
+    assert not beside.exists() or f"`{beside.name}`" in PAGE
+    text = beside.read_text() + "```\n" if beside.exists() else PAGE
+    (found,) = re.findall(rf"^--- {name}\.py\n\+\+\+ {name}\.py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(found)
 
 
@@ -125,7 +129,7 @@ def test_of_unequal_lengths_hugging_faces_trainer_is_right_too(tmp_path: Path) -
 
 def _theirs(heading: str) -> set[str]:
     """The names in the first column of the table below a heading, without arguments."""
-    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = re.split(r"\n##+ ", PAGE.split(f"## {heading}\n")[1])[0]
     cells = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
 
