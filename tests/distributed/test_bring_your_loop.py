@@ -1,4 +1,4 @@
-"""docs/own-loop.md: each diff of it, and beside the programs, applies to its program, and both train to the weights of a plain loop."""
+"""docs/own-loop.md: each diff, there or beside its program, applies, and both sides train to a plain loop's weights."""
 
 from __future__ import annotations
 
