@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -640,12 +641,12 @@ OPEN: dict[tuple[str, str], str] = {}
 
 
 def table() -> str:
-    """The table of the documentation, in Markdown."""
-    lines = ["| program | " + " | ".join(ENGINES) + " |", "|---|" + "---|" * len(ENGINES)]
-    for name in PROGRAMS:
-        cells = [_cell(name, engine) for engine in ENGINES]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """The documentation's part, in Markdown: which programs are exact on every engine, and a table of the others."""
+    cells = {name: [_cell(name, engine) for engine in ENGINES] for name in PROGRAMS}
+    exact = [name for name, row in cells.items() if set(row) == {"exact"}]
+    head = ["| program | " + " | ".join(ENGINES) + " |", "|---|" + "---|" * len(ENGINES)]
+    rows = [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items() if name not in exact]
+    return "\n".join([fill(f"Exact on every engine: {'; '.join(exact)}.", 120), "", *head, *rows])
 
 
 def _cell(name: str, engine: str) -> str:
