@@ -112,7 +112,7 @@ TABLE = (
     ),
     Command(
         "export",
-        "distaccum.checkpoint.export:main",
+        "distaccum.tools.export:main",
         "writes a checkpoint's weights into one safetensors file",
     ),
     Command(

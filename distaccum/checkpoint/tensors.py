@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum.checkpoint.files import Pieces, retried
@@ -71,9 +66,7 @@ def pieces(
     return [struct.pack("<Q", len(header)) + header, *content]
 
 
-_ERRNO = re.compile(r"\(os error (\d+)\)")  # how safetensors tells of a full disk, and the like
 _NOTES = "distaccum"  # in a file's metadata: what is stored as bytes
-_KNOWN = frozenset(TYPES)  # of other types the bytes are stored
 # Files of an optimizer: some, so that several threads hash them, here and when they are verified; not too many.
 _PART, _MOST_PARTS = 2**27, 16
 
@@ -94,7 +87,7 @@ class Share:
         """
         if self.tensors is None:
             return
-        stored, notes = _storable(self.tensors)
+        stored, notes = storable(self.tensors)
         parts = _parts(stored) if in_parts else [stored]
         for i, part in enumerate(parts):
             noted = {name: note for name, note in notes.items() if name in part}
@@ -235,50 +228,8 @@ def _note(note: Mapping[str, Any], stored: list[int]) -> tuple[torch.dtype, list
     return dtype, shape
 
 
-def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """All of them in one file, which is there whole or not at all.
-
-    Raises:
-        CheckpointError: safetensors has no such type.
-        OSError: it cannot be written.
-    """
-    stored, _ = _storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
-    try:
-        _save(stored, file)  # writes elsewhere first, and renames
-    except KeyError as error:
-        names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
-        problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
-        raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    mode = _mode_of_a_new(file)
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number:
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
-        raise OSError(f"{file} cannot be written ({error})") from error
-    with suppress(OSError):  # a file system without modes
-        file.chmod(mode)  # safetensors 0.8 lets nobody but the owner read
-
-
-def _mode_of_a_new(file: Path) -> int:
-    """The mode that a new file gets next to ``file``, by the umask and the folder's rules."""
-    probe = file.with_name(f".{file.name}.{token_hex(8)}")
-    try:
-        with probe.open("xb") as opened:
-            return stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-    except OSError as error:
-        error.filename = str(file)
-        raise
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _storable(
-    tensors: Mapping[str, Tensor], *, known: frozenset[torch.dtype] = _KNOWN
+def storable(
+    tensors: Mapping[str, Tensor], *, known: frozenset[torch.dtype] = frozenset(TYPES)
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Contiguous tensors that share no memory, as safetensors wants them: a tied weight is stored under each name.
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint.store import MANIFEST
-from distaccum.checkpoint.tensors import save_whole
 from distaccum.config.schema import RunConfig
 from distaccum.tools.compare import command
 from distaccum.tools.compare.difference import compare_checkpoints, compare_windows, same
 from distaccum.tools.compare.tensors import differing
+from distaccum.tools.export import save_whole
 from distaccum.train.callbacks import Callback
 
 Said = tuple[int, str, str]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distaccum import Trainer
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import export, state, weights
+from distaccum.checkpoint import state, weights
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.world import World
@@ -20,6 +20,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
 from distaccum.engines.state import whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
+from distaccum.tools import export
 
 KINDS = {
     "complex128": torch.complex128,

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import export, files, state, tensors, weights
+from distaccum.checkpoint import files, state, tensors, weights
 from distaccum.checkpoint.files import HashingWriter, digests
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, verify
 from distaccum.checkpoint.tensors import TYPES, pieces
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError
+from distaccum.tools import export
 
 RUN = state.RunState(progress=Progress(step=1), position={}, wandb_id="", config={}, callbacks={})
 SHAPES = ((), (0, 3), (1,), (2, 3), (5, 7, 2))

@@ -19,7 +19,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec
 from distaccum.checkpoint import state as checkpoint_state
-from distaccum.checkpoint.export import DTYPES, export
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.config.precision import PrecisionConfig
@@ -30,6 +29,7 @@ from distaccum.engines.factory import create_engine, prepare
 from distaccum.engines.modules import full_tensor
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, MisuseError
+from distaccum.tools.export import DTYPES, export
 from distaccum.tools.plan import volume
 from tests.support.threads import run_ranks
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from distaccum import CausalLM, DataSpec, PadCollator, RunConfig, Trainer
-from distaccum.checkpoint.export import export
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.models.pretrained import pretrained
+from distaccum.tools.export import export
 from tests.support.optional import Library
 
 transformers = Library("transformers")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from distaccum import Callback, ConfigError, DataSpec, RunConfig, Trainer
-from distaccum.checkpoint.export import export
 from distaccum.errors import CheckpointError
+from distaccum.tools.export import export
 from distaccum.train import ema
 from distaccum.train.ema import EMA
 from tests.support.commands import metrics

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum import program
+from distaccum.checkpoint.files import sync
 from distaccum.checkpoint.store import verify
-from distaccum.checkpoint.tensors import TensorFiles, save_whole
+from distaccum.checkpoint.tensors import TensorFiles, storable
 from distaccum.config.checks import bytes_of
 from distaccum.errors import CheckpointError, ConfigError, shorten
 
@@ -59,12 +65,8 @@ def save_folder(
         CheckpointError: the folder is there, or ``source`` has no ``config.json`` that can be read.
         OSError: something cannot be written.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there: name another, or remove it")
-    described = None if source is None else _config(source)
-    staged = folder.with_name(f".{folder.name}.{token_hex(8)}")
-    staged.mkdir()
-    try:
+    with _whole(folder) as staged:
+        described = None if source is None else _config(source)
         shards = _shards({name: cast(tensors[name], dtype).nbytes for name in tensors}, shard_bytes)
         homes: dict[str, str] = {}
         size, formats = 0, set[torch.dtype]()
@@ -80,13 +82,6 @@ def save_folder(
             (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         if source is not None and described is not None:
             _describe(source, described, formats, staged)
-        for path in (*staged.iterdir(), staged):
-            _sync(path)
-        staged.rename(folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 def save_adapter(
@@ -110,24 +105,77 @@ def save_adapter(
         CheckpointError: the folder is there, or a tensor is not the adapters'.
         OSError: something cannot be written.
     """
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there: name another, or remove it")
-    if others := sorted(tensors.keys() ^ names.keys()):
-        problem = f"PEFT's files have no place for {shorten(others)}"
-        raise CheckpointError(f"{problem}: export one file, NAME.safetensors, for init_from")
-    staged = folder.with_name(f".{folder.name}.{token_hex(8)}")
-    staged.mkdir()
-    try:
+    with _whole(folder) as staged:
+        if others := sorted(tensors.keys() ^ names.keys()):
+            problem = f"PEFT's files have no place for {shorten(others)}"
+            raise CheckpointError(f"{problem}: export one file, NAME.safetensors, for init_from")
         named = {given: cast(tensors[name], dtype) for name, given in names.items()}
         save_whole(named, staged / "adapter_model.safetensors")
         (staged / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder``, which takes its place at the end of the block, or is removed.
+
+    Raises:
+        CheckpointError: ``folder`` is there.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there: name another, or remove it")
+    staged = folder.with_name(f".{folder.name}.{token_hex(8)}")
+    staged.mkdir()
+    try:
+        yield staged
         for path in (*staged.iterdir(), staged):
-            _sync(path)
+            sync(path)
         staged.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
+
+
+def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """All of them in one file, which is there whole or not at all.
+
+    Raises:
+        CheckpointError: safetensors has no such type.
+        OSError: it cannot be written.
+    """
+    stored, _ = storable(tensors, known=frozenset(tensor.dtype for tensor in tensors.values()))
+    try:
+        _save(stored, file)  # writes elsewhere first, and renames
+    except KeyError as error:
+        names = ", ".join(name for name, tensor in stored.items() if tensor.dtype is error.args[0])
+        problem = f"safetensors has no type for {error.args[0]} ({names or 'one of the tensors'})"
+        raise CheckpointError(f"{problem}: read the checkpoint itself, as with init_from") from error
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    mode = _mode_of_a_new(file)
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        raise OSError(f"{file} cannot be written ({error})") from error
+    with suppress(OSError):  # a file system without modes
+        file.chmod(mode)  # safetensors 0.8 lets nobody but the owner read
+
+
+def _mode_of_a_new(file: Path) -> int:
+    """The mode that a new file gets next to ``file``, by the umask and the folder's rules."""
+    probe = file.with_name(f".{file.name}.{token_hex(8)}")
+    try:
+        with probe.open("xb") as opened:
+            return stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+    except OSError as error:
+        error.filename = str(file)
+        raise
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
@@ -162,14 +210,6 @@ def _describe(source: Path, config: dict[str, Any], formats: set[torch.dtype], f
         stated = str(formats.pop()).removeprefix("torch.")
         config |= {key: stated for key in ("dtype", "torch_dtype") if key in config} or {"dtype": stated}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import export as pretrained
 from distaccum.checkpoint import state, weights
-from distaccum.checkpoint.export import export
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.functional import create_engine
+from distaccum.tools import export as pretrained
+from distaccum.tools.export import export
 from tests.unit.checkpoint.test_weights_in import _bert, _llama, _t5
 
 

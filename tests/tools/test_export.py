@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distaccum.accumulation.progress import Progress
-from distaccum.checkpoint import export, state, weights
+from distaccum.checkpoint import state, weights
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.engine import ENGINES, engine_config
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.functional import create_engine
+from distaccum.tools import export
 
 
 class Tied(nn.Module):
