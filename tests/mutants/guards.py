@@ -86,7 +86,7 @@ GUARDS = Mutant(
 )
 
 
-# What a run says of each fault of ``workers/faults.py``; the table in docs/verification.md.
+# What a run says of each fault of ``workers/faults.py``, by the names there.
 _NOT_SUMMED = "is not the ranks' sum (on rank 0: rank 1 did not take part; on rank 1: rank 0 did not take part)"
 _DIFFERS = "the weights are no longer the same on every rank after window 1"
 _OFF = "the gradient of every parameter is off by"
