@@ -145,9 +145,9 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 -m distaccum doctor": (
         "tools/test_doctor_command.py::test_the_command_of_the_page_as_torchrun_starts_it"
     ),
-    "distaccum export checkpoints/step-N weights.safetensors": "unit/checkpoint/test_export.py::test_",
+    "distaccum export checkpoints/step-N weights.safetensors": "tools/test_export.py::test_",
     "distaccum export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
-        "unit/checkpoint/test_pretrained.py::test_the_configuration_states_the_format_that_is_written"
+        "tools/test_pretrained.py::test_the_configuration_states_the_format_that_is_written"
     ),
     "distaccum wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
     'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes",
