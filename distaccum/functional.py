@@ -117,7 +117,7 @@ def keyed_random(engine: Engine, window: Window, i: int) -> AbstractContextManag
     They depend on the seed, the epoch and the micro-batch, and not on the rank that computes it or on what was drawn
     before. Afterwards the generators go on as if nothing had been drawn. Without it each rank draws its own numbers.
     """
-    return engine.numerics.random(engine.device).keyed(window.keys, i)
+    return engine.facts.numerics.random(engine.device).keyed(window.keys, i)
 
 
 def finish_step(engine: Engine, window: Window) -> StepOutput:
@@ -131,7 +131,7 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
             another factor than the engine's.
     """
-    if window.deal is not None and not engine.numerics.fixed_order:
+    if window.deal is not None and not engine.facts.numerics.fixed_order:
         problem = "the window was planned with numerics=reproducible, and the engine is not"
         raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
     if not window.micro_batches:

@@ -230,7 +230,7 @@ class Accumulator:
         )
         self._global_batch = GlobalBatch(sizes)
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
-        if self.engine.forward_communicates:
+        if self.engine.facts.forward_communicates:
             self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
         self._verifier = Verifier(
             self.engine,
@@ -245,7 +245,7 @@ class Accumulator:
         self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
-        self.stragglers = Stragglers(self.world, forward_communicates=self.engine.forward_communicates)
+        self.stragglers = Stragglers(self.world, forward_communicates=self.engine.facts.forward_communicates)
         self._counter.riders = (
             self._lockstep,
             SettingsAgreement(self.engine, self.world, self.tracker.next_factors),
@@ -534,7 +534,7 @@ class Accumulator:
         self._repeats = True
 
     def _expect_repeats(self, window: Window, loss: Loss) -> None:
-        if self.engine.numerics.fixed_order and not self._repeats:
+        if self.engine.facts.numerics.fixed_order and not self._repeats:
             self._repeats = True
             expect_repeats(self.engine, window, loss, self.world)
 
@@ -570,7 +570,7 @@ class Accumulator:
         If the loop over :meth:`windows` goes on, the window is skipped; if it is left, on all ranks, the next one
         begins with it.
         """
-        if self._open is not None and self.engine.gives_up_alone:
+        if self._open is not None:
             self._give_up(self._open)
         self._drop()
 
@@ -716,29 +716,33 @@ class Accumulator:
             self._open.drop()
             self._open, self._abandoned = None, True
 
-    def _give_up(self, window: OpenWindow) -> None:
-        """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it."""
-        if (
-            self.engine.numerics.fixed_order and not self.engine.window_open
-        ):  # the others get NaN for each of its blocks
-            self.engine.begin_window(len(window), window.plain.deal)
-        sends = self.engine.give_up()
+    def _give_up(self, window: OpenWindow) -> bool:
+        """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it.
+
+        Returns:
+            Whether a rank of this engine can do so alone; if not, nothing was done.
+        """
+        sends = self.engine.give_up(window.plain.deal)
+        if sends is None:
+            return False
         if not sends and window.counts:  # they step, unless they call abandon() too
             self._begin_step()
-            return
+            return True
         self._finish(LossSums(self.engine.device), nan, given_up=True)
         if window.counts:  # else they were told with the count
             self.tracker.note_given_up()
+        return True
 
     def _fail(self, error: MisuseError) -> None:
         """Tells the other ranks of an error that this one is about to raise, and that they may not have."""
-        window = self._open
-        if window is None or not self.engine.gives_up_alone:
+        if self._open is None:
             return
+        alone = True
         with suppress(DistaccumError):
-            self._give_up(window)
-        self._drop()
-        self._counter.tell(error)
+            alone = self._give_up(self._open)
+        if alone:
+            self._drop()
+            self._counter.tell(error)
 
     def _begin_step(self, divisor: float = 1.0) -> None:
         try:

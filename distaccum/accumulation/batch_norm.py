@@ -31,7 +31,7 @@ def expect_repeats(engine: Engine, window: Window, loss: Loss, world: World) -> 
     Raises:
         MisuseError: the two differ, on any rank; on all of them.
     """
-    if engine.forward_communicates:
+    if engine.facts.forward_communicates:
         return
     differs = False
     if window.micro_batches:

@@ -118,7 +118,7 @@ def _first_finding(engine: Engine, window: Window, loss: Loss, rank: int) -> Non
     found: NonFinite | None = None
     random = KeyedRandom(engine.device)
     harmless: set[tuple[Stage, str]] = set()  # what is not finite in micro-batches with a finite loss and gradient
-    local_gradients = engine.local_gradients() if engine.local_gradients else nullcontext(dict)
+    local_gradients = engine.probe.local_gradients() if engine.probe.local_gradients else nullcontext(dict)
     with _state_restored(engine), local_gradients as accumulated, _watching(engine.unwrapped_model) as watch:
         engine.begin_window(len(window.micro_batches))
         if not window.micro_batches:

@@ -43,7 +43,7 @@ class SettingsAgreement:
             return []
         engine = self._engine
         factors = self._next_factors()
-        number = fingerprint(engine.optimizers, factors, hooks=engine.steps_parts, world_size=self._world.size)
+        number = fingerprint(engine.optimizers, factors, hooks=engine.facts.steps_parts, world_size=self._world.size)
         return [number, number**2]
 
     def incoming(self, sums: list[float]) -> None:
@@ -58,7 +58,7 @@ class SettingsAgreement:
     def _explanation(self) -> str:
         """A collective."""
         own: dict[str, Any] = {"the schedule's next factor": list(self._next_factors())[-1:]}
-        own |= plain_settings(self._engine.optimizers, hooks=self._engine.steps_parts)
+        own |= plain_settings(self._engine.optimizers, hooks=self._engine.facts.steps_parts)
         everyone = self._world.all_gather_object({name: repr(value) for name, value in own.items()})
         names = [name for each in everyone for name in each if len({one.get(name) for one in everyone}) > 1]
         if not names:

@@ -80,7 +80,7 @@ class OpenWindow:
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
-        self._random = engine.numerics.random(engine.device)
+        self._random = engine.facts.numerics.random(engine.device)
         self._autocast: AbstractContextManager[object] | None = None
         self._micro_step: AbstractContextManager[object] | None = None
 

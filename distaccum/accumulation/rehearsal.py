@@ -28,8 +28,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
-from distaccum.engines.memory_marks import Shape, state_to_come
-from distaccum.engines.memory_report import memory_by_part
+from distaccum.engines.memory_marks import Shape, memory_by_part, state_to_come
 from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
@@ -207,7 +206,7 @@ class _Rehearsal:
         except Exception as problem:
             if is_out_of_memory(problem):
                 raise self._too_large(problem) from problem
-            if self._engine.forward_communicates:
+            if self._engine.facts.forward_communicates:
                 raise
             error = problem.with_traceback(None)
             self._engine.zero_gradients()
@@ -272,7 +271,7 @@ class _Rehearsal:
             if not is_out_of_memory(problem):
                 problem.add_note(_REHEARSED.format(Shape(*shape_of(batch))))
                 raise
-            if self._engine.forward_communicates:  # the ranks begin again, without it
+            if self._engine.facts.forward_communicates:  # the ranks begin again, without it
                 self._engine.memory_marks.fail(Shape(*shape_of(batch)))
                 raise
             error = type(problem)(*problem.args)  # without its frames, which hold what the forward has made
@@ -293,7 +292,7 @@ class _Rehearsal:
             before = torch.cuda.memory_allocated(device)
             self._run(batch)
             return torch.cuda.max_memory_allocated(device) - before
-        if self._engine.forward_communicates:
+        if self._engine.facts.forward_communicates:
             self._run(batch)
             return -1  # sharded parameters do not go through a dispatch mode of ours
         live = LiveMemory("cpu")

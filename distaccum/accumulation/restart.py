@@ -27,8 +27,8 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine
-from distaccum.engines.memory_marks import Shape
+from distaccum.engines.base import Engine, Restart
+from distaccum.engines.memory_marks import Shape, memory_by_part
 from distaccum.errors import ResourceError
 from distaccum.losses.base import InOrder, Loss
 
@@ -77,7 +77,7 @@ class Restarting:
             ResourceError: a micro-batch that does not fit cannot be cut.
         """
         engine, marks = self._engine, self._marks
-        restarts = engine.restarts_windows
+        restarts = engine.restart is not Restart.REFUSED
         plan = fitting(window, engine) if restarts and marks.any_failed else window
         while True:
             shapes = [shape_of(micro.batch) for micro in plan.micro_batches] if restarts else []
@@ -92,7 +92,7 @@ class Restarting:
             gc.collect()  # outside of the handler: the error's frames hold what the forward has made
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if engine.reduction_begun:
+            if engine.restart is Restart.TOO_LATE:
                 return self._give_up(plan, said)
             self._mark(plan, engine.activity.done, loss, said)
             engine.zero_gradients()
@@ -113,7 +113,7 @@ class Restarting:
             raise error
         if isinstance(loss, InOrder):  # of the whole window
             raise out_of_memory(error, engine.world) from error
-        if not engine.restarts_windows:
+        if engine.restart is Restart.REFUSED:
             if plan.micro_batches:
                 shape = Shape(*shape_of(plan.micro_batches[engine.activity.done].batch))
                 self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))
@@ -138,7 +138,6 @@ class Restarting:
         )
 
     def _refusal(self, place: str, i: int, shape: Shape, said: str, why: str) -> ResourceError:
-        from distaccum.engines.memory_report import memory_by_part  # noqa: PLC0415  where a run ends
 
         lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if shape.rows > 1 else ""
         remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
@@ -205,7 +204,7 @@ def check_marks(engine: Engine, window: Window, loss: Loss, world: World) -> Non
         ResourceError: parts of a micro-batch do not give what the whole does; on all ranks where a forward is a
             collective.
     """
-    together = engine.forward_communicates
+    together = engine.facts.forward_communicates
     rows = [_rows(window, i) for i in range(len(window.micro_batches))]
     most = max(rows, default=0)
     if together:  # as many forwards on every rank
@@ -238,11 +237,11 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
         count: of a part.
     """
     marks = engine.memory_marks
-    if not marks.any_failed or engine.numerics.fixed_order:  # a part would have other bits
+    if not marks.any_failed or engine.facts.numerics.fixed_order:  # a part would have other bits
         return window
     rows = [_rows(window, i) for i in range(len(window.micro_batches))]
     numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]
-    if engine.forward_communicates:
+    if engine.facts.forward_communicates:
         (most,) = engine.world.all_reduce_max_host([len(numbers)])
         numbers = engine.world.all_reduce_max_host([*numbers, *[1] * (most - len(numbers))])
     spans = [

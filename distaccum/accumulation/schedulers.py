@@ -47,10 +47,10 @@ class EvaluationWeights:
         """
         if not self._optimizers:
             return
-        if engine.state_layout is not StateLayout.FULL:
+        if engine.facts.state_layout is not StateLayout.FULL:
             problem = "its train() and eval() replace the weights, of which this engine gives a rank a share only"
             raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use engine=ddp")
-        if engine.rounds_weights:
+        if engine.facts.rounds_weights:
             problem = "its train() and eval() replace the fp32 masters, and forwards compute with their roundings"
             raise ConfigError("optimizer", type(self._optimizers[0]).__name__, problem, "Use precision=bf16")
         self._in_window = in_window

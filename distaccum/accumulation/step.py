@@ -212,7 +212,7 @@ def run_micro_steps(
 ) -> LossSums:
     """The forwards and backwards of :func:`run_window`."""
     losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
-    random = engine.numerics.random(engine.device)
+    random = engine.facts.numerics.random(engine.device)
     engine.begin_window(len(window.micro_batches), window.deal)
     activity.phase, activity.done = Phase.COPYING, 0
     for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):

@@ -126,7 +126,7 @@ class ProgressTracker:
         self.spikes, self._most_spikes = spikes, max_skips
         self._too_many_spikes = ""
         self._schedule, self._schedulers = schedule, schedulers
-        self._max_skips = max_skips if skips or engine.min_loss_scale is not None else 1
+        self._max_skips = max_skips if skips or engine.facts.min_loss_scale is not None else 1
         self._progress = self._known_progress = Progress()
         self.skips_in_a_row = 0
         """Windows whose gradient was not finite at the lowest loss scale; :meth:`restore` begins anew."""
@@ -244,7 +244,7 @@ class ProgressTracker:
             self._tell_of_spike(self.spikes)
         step = outcome.step
         self._own_fault = None if finite or step is None else step.given_up or step.complaint
-        lowest = self._engine.min_loss_scale
+        lowest = self._engine.facts.min_loss_scale
         if finite or (lowest is not None and outcome.loss_scale > lowest):
             self.skips_in_a_row = 0
             return

@@ -298,7 +298,7 @@ def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: i
     error: Exception | None = None
     parts: list[Any] = []
     states: list[RNGState] = []
-    if not engine.forward_communicates:
+    if not engine.facts.forward_communicates:
         engine.begin_window(len(window.micro_batches))  # where a layer communicates: do all ranks have as many?
     before = Buffers(engine)
     try:
@@ -306,10 +306,10 @@ def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: i
             parts, states = _represent(engine, window, loss, prefetch)
     except Exception as problem:
         over = is_out_of_memory(problem)
-        if engine.forward_communicates and not over:  # the others wait in it, and cannot be told
+        if engine.facts.forward_communicates and not over:  # the others wait in it, and cannot be told
             raise
         error = out_of_memory(problem, world) if over else problem.with_traceback(None)
-        if engine.forward_communicates:
+        if engine.facts.forward_communicates:
             raise error from problem
     before.restore()
     key = window.keys[0] if window.keys else None
@@ -348,8 +348,8 @@ def _represent(engine: Engine, window: Window, loss: WindowLoss, prefetch: int) 
     """This rank's micro-batches, and the random numbers that each began with."""
     parts: list[Any] = []
     states: list[RNGState] = []
-    random, activity = engine.numerics.random(engine.device), engine.activity
-    idle = _idle_steps(engine, window) if engine.forward_communicates else ()
+    random, activity = engine.facts.numerics.random(engine.device), engine.activity
+    idle = _idle_steps(engine, window) if engine.facts.forward_communicates else ()
     batches = on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)
     for i, batch in enumerate(batches):
         activity.phase, activity.done = Phase.FORWARD, i

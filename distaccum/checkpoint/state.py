@@ -117,7 +117,7 @@ class Part:
     def of(cls, engine: Engine, run: RunState, data: Any, world: World, *, average: Average | None = None) -> Part:
         """This rank's, between two windows; a collective. The arguments are those of :func:`save`, and an average."""
         state = engine.state()
-        shared = engine.state_layout is StateLayout.SHARDED
+        shared = engine.facts.state_layout is StateLayout.SHARDED
         model = tensors.share("model", state.model, world, shared=shared)
         optimizer = tensors.share("optimizer", state.optimizer, world, shared=shared)
         averaged = None

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import GroupSettings
 from distaccum.engines.hooks import WindowHook
 from distaccum.engines.memory_marks import MemoryMarks
-from distaccum.engines.modules import HostCopy, trained
-from distaccum.engines.numerics import Buffers, Numerics
-from distaccum.engines.ownership import Ownership
+from distaccum.engines.modules import HostCopy
+from distaccum.engines.numerics import Numerics
+from distaccum.engines.probe import GradientProbe
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
-    from distaccum.engines.activation_checkpoint import Checkpoints
     from distaccum.engines.compiled import Compiled
 
 
@@ -115,8 +111,43 @@ class StateLayout(Enum):
     SHARDED = "its share of the state"
 
 
-WholeWeights = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
-LocalGradients = Callable[[], AbstractContextManager[Callable[[], Mapping[str, Tensor]]]]
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What does not change while an engine runs.
+
+    Args:
+        gradient_divide_factor: the number by which the engine divides the summed gradient: the world size where it
+            averages, 1 where it sums.
+        min_loss_scale: the loss scale below which it never falls; None without a dynamic scale. The engine's
+            constructor fills it in.
+        numerics: how far a window's sums may depend on the ranks.
+        forward_communicates: whether a forward is a collective: all ranks must then run the same number, also in an
+            evaluation.
+        steps_parts: whether an optimizer's step on a rank moves a part of the parameters only, or copies of them.
+        rounds_weights: whether forwards compute with roundings of what the optimizers step.
+        state_layout: what :meth:`Engine.state` gives on a rank.
+        gives_optimizers_back: whether optimizers are whole after :meth:`Engine.close`; otherwise a rank is left with a
+            share of their state.
+        artifacts: the engine's own configuration files, by name, for the run directory; written as JSON.
+    """
+
+    gradient_divide_factor: int
+    min_loss_scale: float | None = None
+    numerics: Numerics = field(default_factory=Numerics)
+    forward_communicates: bool = False
+    steps_parts: bool = False
+    rounds_weights: bool = False
+    state_layout: StateLayout = StateLayout.FULL
+    gives_optimizers_back: bool = True
+    artifacts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Restart(Enum):
+    """What this rank can do about a window that an error has ended."""
+
+    POSSIBLE = "it can begin again, after zero_gradients()"
+    TOO_LATE = "the other ranks may have a part of its gradient"
+    REFUSED = "the other ranks may wait in a forward, or a second run has other bits"
 
 
 class Engine(ABC):
@@ -129,58 +160,51 @@ class Engine(ABC):
     begins without gradients, whoever has left some; while it is open the engine alone changes them.
 
     Args:
+        model: the user's; moved and wrapped by the engine.
         optimizers: over the model's parameters, and disjoint.
         world: this rank.
         policy: what forwards compute in, and what gradients travel in between ranks.
         scaler: of the loss, where gradients pass through fp16.
+        facts: of the engine.
     """
 
-    gradient_divide_factor: int
-    """The number by which the engine divides the summed gradient: the world size where it averages, 1 where it sums."""
-    min_loss_scale: float | None
-    """The loss scale below which it never falls; None without a dynamic scale."""
-    numerics: Numerics = Numerics()
-    """How far a window's sums may depend on the ranks."""
+    facts: EngineFacts
+    """What does not change while it runs."""
+    probe: GradientProbe
+    """What verification asks; an engine sets its own where its answers are others."""
     defer_reduction: bool = False
     """Whether the boundary's backward ends before its reduction begins, so that it may fail as any other."""
-    forward_communicates: bool = False
-    """Whether a forward is a collective: all ranks must then run the same number, also in an evaluation."""
-    watches_backward: bool = False
-    """Whether a backward of :attr:`model`'s output does more than reach the parameters' gradients."""
-    steps_parts: bool = False
-    """Whether an optimizer's step on a rank moves a part of the parameters only, or copies of them."""
-    rounds_weights: bool = False
-    """Whether forwards compute with roundings of what the optimizers step (:attr:`stepped`)."""
-    leaves_out_unused: bool = True
-    """Whether a parameter without a gradient is left out of a step, and not a fault."""
-    state_layout: StateLayout = StateLayout.FULL
     norm_bound: float = math.inf
     """No optimizer steps where the gradient's norm is not below this; a number of fp32, the same on every rank."""
     hooks: Sequence[WindowHook] = ()
     """What looks at this engine's windows, in this order."""
-    ownership: Ownership | None = None
-    """The claim to model and optimizers, which :meth:`close` gives up; ``factory.create`` sets it."""
     meet: Callable[[], object] | None = None
-    """Called before a forward outside of a window where :attr:`forward_communicates`: a collective by which ranks that
-    have gone on without it notice; None: nobody does."""
-    activation_checkpoints: Checkpoints | None = None
-    """What is computed again in a backward, if anything; the factory sets it."""
+    """Called before a forward outside of a window where forwards communicate: a collective by which ranks that have
+    gone on without it notice; None: nobody does."""
     compiled: Compiled | None = None
     """What is compiled of the model; ``factory.create`` sets it."""
-    artifacts: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
-    """The engine's own configuration files, by name, for the run directory; written as JSON."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy, scaler: LossScale | None
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        policy: PrecisionPolicy,
+        *,
+        scaler: LossScale | None,
+        facts: EngineFacts,
     ) -> None:
+        self.facts = replace(facts, min_loss_scale=scaler.floor) if scaler else facts
+        self.probe = GradientProbe(self, policy)
         self.device = world.device
-        self.min_loss_scale = scaler.floor if scaler else None
+        self._model = model
         self._optimizers = optimizers
         self._world = world
         self.activity = world.activity
         self._policy = policy
         self._scaler = scaler
         self._window_open = self._closed = False
+        self._undo = ExitStack()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rated = [group for group in groups if "initial_lr" not in group]
         for group in self._rated:
@@ -188,8 +212,13 @@ class Engine(ABC):
         self._settings = GroupSettings(optimizers)
         self.memory_marks = MemoryMarks()
         """Which shapes of micro-batches fit on this rank, as far as is known."""
-        self.buffers = Buffers()
-        """What looks at the model's buffers, as :attr:`numerics` ask for it."""
+        self.buffers = facts.numerics.buffers(model, world)
+        """What looks at the model's buffers, as the numerics ask for it."""
+
+    @property
+    def gradient_divide_factor(self) -> int:
+        """See :class:`EngineFacts`: the factor that a loss is multiplied by, as ``normalize_loss`` does it."""
+        return self.facts.gradient_divide_factor
 
     @property
     def world(self) -> World:
@@ -201,28 +230,9 @@ class Engine(ABC):
         """Whether gradients of a window may lie there, which nobody but the engine may change."""
         return self._window_open
 
-    @property
-    def recompiles(self) -> int | None:
-        """Graphs that this rank has compiled in its windows, from the third one on; None where nothing is compiled."""
-        return None if self.compiled is None else self.compiled.recompiles
-
-    @property
-    def gives_optimizers_back(self) -> bool:
-        """Whether optimizers are whole after :meth:`close`; otherwise a rank is left with a share of their state."""
-        return self.state_layout is StateLayout.FULL
-
-    @property
-    def gradients_changed(self) -> bool:
-        """Whether this rank knows that somebody else has changed a gradient of the open window."""
-        return False
-
-    def known_fault(self) -> str:
-        """In words, what this rank knows to be wrong with the open window, and :meth:`step` would say; a collective."""
-        return CHANGED_BY_HAND if self.gradients_changed else ""
-
     def _take_deal(self, deal: Deal | None) -> None:
         """Where a window begins; raises MisuseError where its units are dealt, and this engine adds up as it likes."""
-        self.numerics.take_deal(deal)
+        self.facts.numerics.take_deal(deal)
         self.buffers.begin()
 
     def _open_window(self) -> None:
@@ -258,67 +268,9 @@ class Engine(ABC):
         return self._optimizers
 
     @property
-    def stepped_groups(self) -> AbstractContextManager[object]:
-        """Within this context the optimizers' groups hold what the step gives them: on some engines a rank's part."""
-        return nullcontext()
-
-    @property
-    def stepped(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizers step of each trained parameter, by its name: itself, or its fp32 master."""
-        return trained(self.unwrapped_model)
-
-    @property
     def loss_scale(self) -> Tensor | None:
         """The scale of the next backward: 0-dim, on the device; None without a loss scaler."""
         return self._scaler.current if self._scaler else None
-
-    def unit_roundoff(self, parameter: Tensor) -> float:
-        """Of the coarsest number format that a gradient of ``parameter`` passes through."""
-        formats = {self._policy.reduce_dtype, parameter.dtype if parameter.is_floating_point() else torch.float32}
-        if self._policy.casts:
-            formats.add(self._policy.compute_dtype)
-        if parameter.dtype == torch.float64:
-            formats = {torch.float64}
-        return max(torch.finfo(one).eps / 2 for one in formats)
-
-    def replicated(self) -> Mapping[str, Tensor]:
-        """The weights that every rank holds whole, and the same bit by bit, by name."""
-        return {} if self.forward_communicates else dict(self.unwrapped_model.named_parameters())
-
-    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
-        """What a save compares beside :meth:`replicated`: which ranks hold the same (a number of theirs), and what.
-
-        That is what the optimizers keep on more ranks than one, by names for people. By default nothing.
-        """
-        return 0, {}
-
-    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Between boundary and step: names, and this rank's part of the reduced gradient, whatever it is scaled by.
-
-        All ranks have the whole of a parameter's, or each the elements that follow those of the rank before.
-        """
-        for name, parameter in trained(self.unwrapped_model).items():
-            if parameter.grad is not None:
-                yield name, parameter.grad
-
-    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Within the block forwards compute with the weights plus ``distance`` times ``direction``.
-
-        Gives by how much this rank's weights have moved, flat: of 16 bits they move by whole steps. The direction is
-        given in the parts of :meth:`reduced_gradients`. Only where :attr:`forward_communicates`.
-
-        Raises:
-            NotImplementedError: this engine cannot.
-        """
-        raise NotImplementedError
-
-    @property
-    def whole_weights(self) -> WholeWeights | None:
-        """A context where forwards of :attr:`unwrapped_model` are local, on whole weights: it gives the trained ones.
-
-        Entering it is a collective where the model is sharded, between boundary and step. None where it cannot be.
-        """
-        return None if self.forward_communicates else lambda: nullcontext(trained(self.unwrapped_model))
 
     @property
     @abstractmethod
@@ -326,17 +278,9 @@ class Engine(ABC):
         """The module that a training forward calls."""
 
     @property
-    @abstractmethod
     def unwrapped_model(self) -> nn.Module:
-        """The user's model, for evaluation: its forward communicates nothing, unless :attr:`forward_communicates`."""
-
-    @property
-    def local_gradients(self) -> LocalGradients | None:
-        """A context in which no micro-step reduces; its function gives what this rank has accumulated, by name.
-
-        None where hooks on the parameters see that.
-        """
-        return None
+        """The user's model, for evaluation: its forward communicates only where forwards communicate."""
+        return self._model
 
     @abstractmethod
     def describe(self) -> str:
@@ -415,29 +359,23 @@ class Engine(ABC):
         return nullcontext()
 
     @property
-    def restarts_windows(self) -> bool:
-        """Whether a window that an error has ended can begin again on this rank, after :meth:`zero_gradients`."""
-        return False
+    def restart(self) -> Restart:
+        """Whether a window that an error has ended can begin again on this rank."""
+        return Restart.REFUSED
 
-    @property
-    def reduction_begun(self) -> bool:
-        """Whether the other ranks may have a part of the open window's gradient, so that it cannot begin again."""
-        return False
+    def give_up(self, deal: Deal | None = None) -> bool | None:
+        """Ends a window whose gradient this rank cannot compute, and that others go on with: they are sent NaN for it.
 
-    @property
-    def gives_up_alone(self) -> bool:
-        """Whether a rank can end an open window that others go on with: see :meth:`give_up`."""
-        return False
+        The window's :meth:`step` follows on every rank, and steps nowhere.
 
-    def give_up(self) -> bool:
-        """Ends the accumulation of a window whose gradient this rank cannot compute: the others are sent NaN for it.
-
-        The window's :meth:`step` follows on every rank, and steps nowhere. Only where :attr:`gives_up_alone`.
+        Args:
+            deal: of the window, where :meth:`begin_window` was not called.
 
         Returns:
-            Whether the others get NaN; False: they were sent the gradient before.
+            Whether the others get NaN; False: they were sent the gradient before. None: a rank of this engine, or of
+            this model, cannot do that alone, and nothing was done.
         """
-        raise NotImplementedError
+        return None
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -458,6 +396,10 @@ class Engine(ABC):
             RuntimeError, KeyError, ValueError: the state belongs to another model.
         """
 
+    def on_close(self, undo: Callable[[], object]) -> None:
+        """Has :meth:`close` undo what was done to model and optimizers before the engine had them, last first."""
+        self._undo.callback(undo)
+
     def close(self) -> None:
         """Gives model and optimizers back: unwrapped, without hooks, guards and gradients; local, and final.
 
@@ -470,10 +412,7 @@ class Engine(ABC):
         self._close_window()
         if self.compiled is not None:
             self.compiled.undo()
-        if self.activation_checkpoints is not None:
-            self.activation_checkpoints.undo()
-        if self.ownership is not None:
-            self.ownership.release(keeps_optimizers=not self.gives_optimizers_back)
+        self._undo.close()
 
 
 def forward_past_engine() -> MisuseError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import Parameter, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -285,13 +286,15 @@ def create(
             checkpoints.undo()
         ownership.release()
         raise
-    made.activation_checkpoints = checkpoints
+    ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
+    made.on_close(partial(ownership.release, keeps_optimizers=not made.facts.gives_optimizers_back))
+    if checkpoints is not None:
+        made.probe.activation_checkpoints = checkpoints
+        made.on_close(checkpoints.undo)
     if parts:
         from distaccum.engines import compiled  # noqa: PLC0415  where a model is compiled
 
         made.compiled = compiled.Compiled(parts, context.compile, tells=world.is_main)
-    ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
-    made.ownership = ownership
     return made
 
 

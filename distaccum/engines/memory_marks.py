@@ -1,17 +1,21 @@
-"""What a rank knows of its memory: which shapes of micro-batches fit, and which did not."""
+"""What a rank knows of its memory: which shapes of micro-batches fit, and which did not; what it holds, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.config.checks import size_of
 from distaccum.distributed.memory import LiveMemory
 from distaccum.engines.modules import to_local
 from distaccum.engines.rules import trial_copy
+
+if TYPE_CHECKING:
+    from distaccum.engines.base import Engine
 
 # The memory that optimizers' first step takes and keeps: known before there is one.
 #
@@ -137,3 +141,23 @@ class MemoryMarks:
         """Restores :meth:`state_dict`; what is missing there is not known."""
         self.seen.clear()
         self._proven, self._failed = ([Shape(*shape) for shape in state.get(name, ())] for name in ("proven", "failed"))
+
+
+def memory_by_part(engine: Engine) -> str:
+    """Weights, gradients and optimizer state of this rank, and what its device holds in all."""
+    parameters = list(engine.unwrapped_model.parameters())
+    states = [entry for optimizer in engine.optimizers for entry in optimizer.state.values()]
+    sizes = {
+        "weights": _bytes(parameters),
+        "gradients": _bytes(p.grad for p in parameters),
+        "optimizer state": sum(_bytes(entry.values()) for entry in states),
+    }
+    said = ", ".join(f"{name} {size_of(size)}" for name, size in sizes.items())
+    if engine.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(engine.device)
+        said += f"; {size_of(total - free)} of the card's {size_of(total)} are taken"
+    return f"This rank holds: {said}"
+
+
+def _bytes(values: Iterable[object]) -> int:
+    return sum([to_local(value).nbytes for value in values if isinstance(value, Tensor)])

@@ -159,7 +159,7 @@ def whole_state(engine: Engine, world: World) -> EngineState:
     parts, values = [dict(state.model), dict(state.optimizer)], state.optimizer_values
     rest = replace(state, model={}, optimizer={})
     del state  # so that what was gathered is freed as it is copied
-    if engine.state_layout is StateLayout.SHARDED:
+    if engine.facts.state_layout is StateLayout.SHARDED:
         parts = [gathered(parts.pop(0), world) for _ in range(2)]
         values = merged(values, world)
     for part in parts:

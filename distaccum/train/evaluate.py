@@ -82,7 +82,7 @@ class Evaluation:
         seed: int = 0,
     ) -> None:
         self._engine, self._data, self._loss, self._world = engine, data, loss, world
-        self._fixed_order, self._seed = engine.numerics.fixed_order, seed
+        self._fixed_order, self._seed = engine.facts.numerics.fixed_order, seed
         self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
         self._prefetch, self._metrics = prefetch, metrics or {}
         self._sets = {
@@ -215,7 +215,7 @@ class Evaluation:
         try:
             found = forward(batch)
         except Exception as error:
-            whole = self._engine.forward_communicates or is_window_loss(self._loss)
+            whole = self._engine.facts.forward_communicates or is_window_loss(self._loss)
             whole = whole or self._fixed_order  # parts have other bits
             rows = 0 if whole or not is_out_of_memory(error) else held_out.rows_of(batch)
             if rows <= 1:
@@ -242,7 +242,7 @@ class Evaluation:
 
     def _counted(self, held_out: HeldOut, counted: dict[str, list[float]]) -> Iterator[tuple[Any, bool]]:
         """The batches on the host, and whether they count; those that do are counted into ``counted``."""
-        for batch, is_own in held_out.batches(in_lockstep=self._engine.forward_communicates):
+        for batch, is_own in held_out.batches(in_lockstep=self._engine.facts.forward_communicates):
             for name, count in as_counts(self._loss.count(batch)).items() if is_own else ():
                 counted.setdefault(name, []).append(count)
             yield batch, is_own

@@ -45,8 +45,8 @@ def _tell_nobody(*_: object) -> None:
 
 def _numbers_of(accumulator: Accumulator) -> dict[str, Any]:
     """What a record has of what not every run has: recompilations and spikes."""
-    recompiles, spikes = accumulator.engine.recompiles, accumulator.spikes
-    found = {} if recompiles is None else {"recompiles": recompiles}
+    compiled, spikes = accumulator.engine.compiled, accumulator.spikes
+    found = {} if compiled is None else {"recompiles": compiled.recompiles}
     return found if spikes is None else found | spikes.metrics
 
 
@@ -179,7 +179,7 @@ class Loop:
     @property
     def min_loss_scale(self) -> float | None:
         """The engine's, below which its loss scale does not fall; None where it has none."""
-        return self._accumulator.engine.min_loss_scale
+        return self._accumulator.engine.facts.min_loss_scale
 
     @property
     def waited_s(self) -> float:

@@ -503,7 +503,7 @@ def _open_loggers(
         print_header(components, engine, run_dir, note, screen.console, modules=modules)
     else:
         print_taken_over(progress, accumulator.world.size, screen.console)
-    run_dir.write_artifacts(engine.artifacts)
+    run_dir.write_artifacts(engine.facts.artifacts)
     device = accumulator.world.device
     return build_loggers(
         config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
@@ -561,7 +561,7 @@ def _open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part
         closing.callback(recorder.close)
         parts.insert(0, recorder)
     if components.config.profile.steps is not None:
-        folder, communicates = run.run_dir.path / "profile", engine.forward_communicates
+        folder, communicates = run.run_dir.path / "profile", engine.facts.forward_communicates
         profile = components.config.profile
         profiler = Profiler(profile, world, folder, forward_communicates=communicates, console=console)
         closing.callback(profiler.close)

@@ -72,9 +72,9 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
     """
     batches = _pair(window)
     without, padded = world.all_reduce_host([batches is None, batches is not None and len(batches) > _UNPADDED])
-    if without == world.size or (engine.forward_communicates and without):
+    if without == world.size or (engine.facts.forward_communicates and without):
         return
-    if batches is not None and engine.forward_communicates and padded < world.size:
+    if batches is not None and engine.facts.forward_communicates and padded < world.size:
         batches = batches[:_UNPADDED]  # as many forwards on every rank
     error = warning = ""
     if batches is not None:
@@ -82,7 +82,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
             steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
             error, warning = _compare(engine, loss, count or loss.count, batches, steps)
         except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
-            if engine.forward_communicates:
+            if engine.facts.forward_communicates:
                 raise
             _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
     errors = world.all_gather_names([error] if error else [])
@@ -180,7 +180,7 @@ def _compare(
                     unpadded = measure(batches[0]), measure(batches[2]), measure(batches[3], anew=True)
                     shapes.append(_Shapes(*unpadded, [measure(batch) for batch in batches[_UNPADDED:]]))
             except Exception as problem:  # statistics of a batch of one sample
-                if engine.forward_communicates:
+                if engine.facts.forward_communicates:
                     raise
                 _log.info("padding was not looked at in training mode: %s: %s", type(problem).__name__, problem)
     tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
@@ -329,7 +329,7 @@ def _set(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 def in_16_bits(engine: Engine) -> bool:
     """Whether some weight's forward is rounded to 16 bits."""
-    return max(engine.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > 2.0**-20
+    return max(engine.probe.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > 2.0**-20
 
 
 def _close(a: float, b: float, tolerance: float) -> bool:

@@ -112,7 +112,7 @@ def compare(
         else:  # on no rank, or on another
             own = true if replicated else true.flatten()[:0]
             found = torch.zeros_like(own)
-        precision = roundings * torch.finfo(true.dtype).eps / 2 + 8 * engine.unit_roundoff(parameter)
+        precision = roundings * torch.finfo(true.dtype).eps / 2 + 8 * engine.probe.unit_roundoff(parameter)
         right, other = own.double().flatten(), found.double().flatten()
         parts[name] = Part(
             expected=float(right @ right),

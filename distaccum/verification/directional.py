@@ -52,7 +52,7 @@ def compare_with_slope(
         VerificationError: the gradient is zero, and the loss changes with the weights; on all ranks.
     """
     gradients = {name: wide(to_local(gradient)) for name, gradient in held.items()}
-    sixteen = max(engine.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > _ROUNDOFF_16
+    sixteen = max(engine.probe.unit_roundoff(p) for p in engine.unwrapped_model.parameters()) > _ROUNDOFF_16
     tolerance = _OF_SLOPE_16 if sixteen else _OF_SLOPE
     slope, again = _slopes(engine, world, recorded, gradients, divisor=divisor, sixteen=sixteen)
     if slope.predicted == 0.0:
@@ -168,7 +168,7 @@ class DirectionalRoad:
     """Runs a window's forwards at shifted weights; every call is a collective.
 
     Args:
-        engine: shifts its weights (``Engine.shifted``).
+        engine: shifts its weights (``GradientProbe.shifted``).
         world: this rank.
         recorded: the window, with what its forwards are run again with.
     """
@@ -197,7 +197,8 @@ class DirectionalRoad:
         counts, total, predicted = self._counts, 0.0, 0.0
         outer = RNGState.capture(self._engine.device)
         try:
-            with torch.no_grad(), buffers_restored(self._engine), self._engine.shifted(direction, distance) as moved:
+            shifted = self._engine.probe.shifted(direction, distance)
+            with torch.no_grad(), buffers_restored(self._engine), shifted as moved:
                 self._buffers.restore()
                 predicted = sum(float(gradients[name].double().flatten() @ by.double()) for name, by in moved.items())
                 for i in range(self._most):

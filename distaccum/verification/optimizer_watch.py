@@ -65,8 +65,8 @@ class OptimizerWatch:
         self._hooked = False  # a foreign hook has changed the gradient
         self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
         self._found, self._seen = 0.0, 0  # of the engine's copies, in the optimizers so far
-        by_id = {id(p): name for name, p in engine.stepped.items()}
-        with engine.stepped_groups:
+        by_id = {id(p): name for name, p in engine.probe.stepped.items()}
+        with engine.probe.stepped_groups:
             held = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
         (known,) = world.all_reduce_host([any(id(p) in by_id for p in held)])
         # An engine may step on copies of its own, which hold several parameters end to end.

@@ -56,7 +56,7 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any], bef
         ):
             return look.compare(rows) or look.reached(before)
     except Exception as error:
-        if engine.forward_communicates:
+        if engine.facts.forward_communicates:
             raise
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return f"nobody can tell whether its gradient is a sum over samples, some of which end in {said}"
@@ -75,7 +75,7 @@ class _Look:
 
     def __init__(self, engine: Engine, loss: Loss) -> None:
         self._engine, self._loss = engine, loss
-        self.weights = {} if engine.forward_communicates else trained(engine.unwrapped_model)
+        self.weights = {} if engine.facts.forward_communicates else trained(engine.unwrapped_model)
         self.constants = _Constants()
         self._random, self._others = KeyedRandom(engine.device), OtherGenerators()
         self._buffers = Buffers(engine)

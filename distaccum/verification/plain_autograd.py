@@ -62,7 +62,7 @@ class PlainGradient:
 
         A collective where the model is sharded; local within that, so that an error on one rank leaves none waiting.
         """
-        weights = self._engine.whole_weights
+        weights = self._engine.probe.whole_weights
         assert weights is not None
         with weights() as parameters:
             self._run(parameters)

@@ -102,9 +102,7 @@ class GradientProof:
         self._recorded.provisional_count = provisional_count
         if self._recorded.loss is not None or self._problem:
             return
-        checkpoints = self._engine.activation_checkpoints
-        once = checkpoints is not None and checkpoints.selective
-        if once or self._engine.forward_communicates or self._engine.watches_backward:
+        if not self._engine.probe.walks_twice:
             self._problem = "this engine does not let its graph be walked twice: call acc.verify(window, loss)"
             return
         try:
@@ -116,8 +114,8 @@ class GradientProof:
 
     def before_step(self, divisor: float) -> None:
         """See ``Verifier.before_step``."""
-        held = dict(self._engine.reduced_gradients())
-        sharded, whole = self._engine.forward_communicates, self._fits_a_rank()
+        held = dict(self._engine.probe.reduced_gradients())
+        sharded, whole = self._engine.facts.forward_communicates, self._fits_a_rank()
         if sharded and self._recorded.loss is None:
             self._problem = self._problem or "this engine shards the model: call acc.verify(window, loss)"
         infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
@@ -147,8 +145,8 @@ class GradientProof:
     def _fits_a_rank(self) -> bool:
         """Whether a rank can hold the whole model beside its part of it."""
         elements = sum(whole_numel(p) for p in self._engine.unwrapped_model.parameters())
-        whole = elements <= MOST_ELEMENTS or not self._engine.forward_communicates
-        return whole and self._engine.whole_weights is not None
+        whole = elements <= MOST_ELEMENTS or not self._engine.facts.forward_communicates
+        return whole and self._engine.probe.whole_weights is not None
 
     def _is_finite(self, held: Mapping[str, Tensor]) -> bool:
         """Also of what was frozen after it was wrapped: the engine looks at it too, and does not step."""
@@ -195,12 +193,12 @@ class GradientProof:
             self._expect_reached(held)
             return found.expected
         if self._recorded.loss is not None and (problem := self._another_run(found)):
-            if self._engine.forward_communicates:
+            if self._engine.facts.forward_communicates:
                 return self._by_slope(held, divisor)
             self._problem = problem
             self._give_up()
             return None
-        fault = self._engine.known_fault()
+        fault = self._engine.probe.known_fault()
         faults = self._world.all_gather_names([fault] if fault else [])
         if faults:
             raise MisuseError(faults[0])
@@ -216,7 +214,7 @@ class GradientProof:
             return
         reached = self._world.all_gather_names(sorted(self._plain.reached_uncompiled()))
         given = set(self._world.all_gather_names(sorted(self._plain.parts)))
-        left_out = self._engine.leaves_out_unused
+        left_out = self._engine.probe.leaves_out_unused
         zeros = [name for name in held if name not in reached and (name in given or not left_out)]
         if found := sorted(set(self._world.all_gather_names(zeros))):
             problem = f"the loss does not depend on {shorten(found)}, and compiled code gives it a gradient of zero"
@@ -234,7 +232,7 @@ class GradientProof:
         (noisy,) = self._world.all_reduce_host([not repeats])
         if noisy:
             return "the loss is not the same a second time"
-        bare = bool(self._plain.differing_losses()) and not self._engine.forward_communicates
+        bare = bool(self._plain.differing_losses()) and not self._engine.facts.forward_communicates
         changed, differ, other = self._world.all_reduce_host(
             [not self._recorded.buffers.hold(), self._plain.remembers, bare]
         )

@@ -110,7 +110,7 @@ class Replicas:
                 )
 
     def _interval(self, micro_steps: float) -> int:
-        tensors = len(self._engine.replicated())
+        tensors = len(self._engine.probe.replicated())
         if not tensors:
             return 0
         window = _LEAST_OPERATORS * tensors * max(micro_steps, 1.0)
@@ -148,7 +148,7 @@ class Replicas:
         """
         if self._world.size == 1:
             return
-        self._weights = self._engine.replicated()
+        self._weights = self._engine.probe.replicated()
         if not self._weights:
             return
         slots = [0.0] * self._slots
@@ -165,7 +165,7 @@ class Replicas:
         """
         if self._world.size == 1 or self._warned_of_state:
             return
-        group, tensors = self._engine.replicated_state()
+        group, tensors = self._engine.probe.replicated_state()
         own = _sums_by_name(tensors)
         everyone = self._world.all_gather_object((group, hashlib.sha256(repr(sorted(own.items())).encode()).digest()))
         ranks = {group: [rank for rank, (each, _) in enumerate(everyone) if each == group] for group, _ in everyone}
@@ -195,7 +195,7 @@ class Replicas:
 
     def _explanation(self, window: int) -> str:
         """Which ranks, and which tensors; a collective."""
-        own = {name: int(_sum_of_bits(tensor)) for name, tensor in self._engine.replicated().items()}
+        own = {name: int(_sum_of_bits(tensor)) for name, tensor in self._engine.probe.replicated().items()}
         everyone = dict(enumerate(self._world.all_gather_object(own)))
         return self._told(everyone, "the weights are no longer", f"after window {window} of this process")
 
@@ -229,7 +229,7 @@ class Replicas:
     @torch.no_grad()
     def _checksum(self) -> Tensor:
         """0-dim int64, on the device."""
-        self._weights = self._weights or self._engine.replicated()
+        self._weights = self._weights or self._engine.probe.replicated()
         sums = torch.stack([view.sum() for view in self._current_views()])
         if self._odd is None or len(self._odd) != len(sums):  # so that tensors that swap their values are seen
             self._odd = torch.arange(1, 2 * len(sums), 2, device=sums.device)

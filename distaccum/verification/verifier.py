@@ -52,7 +52,7 @@ class SkippedWindows:
                 "the gradient of the window before was not finite, so no weight has moved, and the run counts it as an "
                 f"update: step went from {before} to {now}, and the learning rate follows it"
             )
-        scale, floor = self._engine.loss_scale, self._engine.min_loss_scale
+        scale, floor = self._engine.loss_scale, self._engine.facts.min_loss_scale
         if scale is not None and floor is not None and not float(scale) >= floor:
             raise VerificationError(
                 f"the loss scale has fallen to {float(scale):g}, below its floor of {floor:g}: gradients underflow, "

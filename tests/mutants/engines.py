@@ -22,7 +22,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "ddp: the engine's averaging forgotten",
-            (("engines/ddp/engine.py", "1 if options.scaler or reducer.sums else world.size\n", "1\n"),),
+            (("engines/ddp/engine.py", "1 if options.scaler or reducer.sums else world.size,", "1,"),),
         ),
     ),
     (
@@ -91,7 +91,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "fsdp2: the loss is weighed as for an average",
-            (("engines/fsdp2/engine.py", "gradient_divide_factor = 1\n", "gradient_divide_factor = world.size\n"),),
+            (("engines/fsdp2/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
         ),
     ),
     (
@@ -156,7 +156,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "deepspeed: its averaging forgotten",
-            (("engines/deepspeed/engine.py", "1 if scaler else world.size\n", "1\n"),),
+            (("engines/deepspeed/engine.py", "1 if scaler else world.size,", "1,"),),
         ),
     ),
     (

@@ -73,7 +73,7 @@ GUARDS = Mutant(
         # weights that stay gathered
         (
             "engines/fsdp2/engine.py",
-            "        self._expect_untouched()\n        self._free_gathered()\n",
+            "        self._expect_untouched()\n        self._units.free()\n",
             "        self._expect_untouched()\n",
         ),
         # a window that gives no gradient at all

@@ -296,7 +296,11 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 f"{MEMORY}a_boundary_that_has_begun_to_reduce_is_given_up_on_all_ranks",
                 "a boundary that has begun to reduce begins again",
-                ("accumulation/restart.py", "            if engine.reduction_begun:\n", "            if False:\n"),
+                (
+                    "accumulation/restart.py",
+                    "            if engine.restart is Restart.TOO_LATE:\n",
+                    "            if False:\n",
+                ),
             ),
             (
                 f"{REFUSED}memory_that_is_over_in_the_optimizers_step_is_an_error",
@@ -374,7 +378,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "Deal(units, min(units, self.virtual_ranks), self.world_size)",
                 "Deal(units, min(units, 2 * self.world_size), self.world_size)",
             ),
-            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if reproducible else None", "None"),
+            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics.fixed_order else", "None and"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
                 "deal=self._deal,\n            by_unit=by_unit,",
@@ -397,8 +401,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "losses are divided for the ranks": (
                 "engines/ddp/engine.py",
-                "self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size",
-                "self.gradient_divide_factor = 1 if options.scaler else world.size",
+                "gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,",
+                "gradient_divide_factor=1 if options.scaler else world.size,",
             ),
             "fsdp2 adds sums that are no neighbours in the tree": (
                 "engines/fsdp2/tree_scatter.py",

@@ -13,7 +13,7 @@ from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.mirror import Mirror
 from distaccum.elastic.engine.shares import Share, Shares
-from distaccum.engines.base import Engine, EngineState
+from distaccum.engines.base import Engine, EngineState, Restart
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import uncounted
 from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
@@ -88,7 +88,7 @@ class ElasticDDPEngine(DDPEngine):
         return Mirror(self._world, shards, self._named, aliases, stepped, masters=masters, keepers=keepers)
 
     def _stepped_state(self) -> EngineState:
-        with self.stepped_groups:
+        with self._stepper.groups:
             return self._optimizer_step.state({}, owns=lambda _: True)
 
     def _take_deal(self, deal: Deal | None) -> None:
@@ -102,9 +102,9 @@ class ElasticDDPEngine(DDPEngine):
         self._sums.reduce_kept()
 
     @property
-    def restarts_windows(self) -> bool:
+    def restart(self) -> Restart:
         """See :class:`Engine`; not a window that began with other ranks' sums, which are spent."""
-        return super().restarts_windows and not self._sums.resumed
+        return Restart.REFUSED if self._sums.resumed else super().restart
 
     def reduce(self) -> None:
         """The window's reduction, after its last micro-step. DDP has no part in it: all that is reduced is kept."""

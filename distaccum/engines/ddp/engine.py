@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.base import Engine, EngineState, StepOutput, forward_past_engine
+from distaccum.engines.base import Engine, EngineFacts, EngineState, Restart, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.reducer import (
     BucketReducer,
@@ -33,7 +33,7 @@ from distaccum.engines.ddp.reducer import (
     set_gradient,
     uncounted,
 )
-from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
+from distaccum.engines.ddp.stepper import DDPProbe, WholeStepper, ZeRO1Stepper
 from distaccum.engines.ddp.tree import TreeReducer
 from distaccum.engines.ddp.unused import NoneUnused, UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
@@ -83,19 +83,22 @@ class DDPEngine(Engine):
         stepper: WholeStepper,
         numerics: Numerics,
     ) -> None:
-        super().__init__(optimizers, world, policy, options.scaler)
-        # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
-        # gradient then does not depend on the world's size.
-        self.gradient_divide_factor = 1 if options.scaler or reducer.sums else world.size
+        facts = EngineFacts(
+            # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
+            # gradient then does not depend on the world's size.
+            gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,
+            numerics=numerics,
+            steps_parts=stepper.steps_parts,
+            rounds_weights=policy.keeps_masters,
+            state_layout=stepper.layout,
+        )
+        super().__init__(model, optimizers, world, policy, scaler=options.scaler, facts=facts)
         # A factor that the reduced gradient is still to get.
         self._sums_to = world.size if options.scaler and not reducer.sums else 1
-        self.numerics, self._reducer, self._stepper = numerics, reducer, stepper
-        self.buffers = numerics.buffers(model, world)
-        self._model = model
+        self._reducer, self._stepper = reducer, stepper
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
-        self.state_layout, self.steps_parts = stepper.layout, stepper.steps_parts
         stepper.start(model, optimizers, world, policy)
-        self._weights, self.rounds_weights = stepper.weights, stepper.weights.rounded
+        self._weights = stepper.weights
         # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
@@ -109,14 +112,14 @@ class DDPEngine(Engine):
                 gradient_as_bucket_view=True,
                 **_NO_BUFFER_SYNC,
                 # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
-                find_unused_parameters=config.find_unused_parameters and not self.rounds_weights,
+                find_unused_parameters=config.find_unused_parameters and not policy.keeps_masters,
             )
         reducer.attach(self._ddp)
         self.sync_buffers()
         self._named = trained(model)
         self._parameters = list(self._named.values())
         self._reduction = Reduction(self._ddp, self._parameters)
-        self._reduction.place_gradients(in_fp32=self.rounds_weights)
+        self._reduction.place_gradients(in_fp32=policy.keeps_masters)
         zero_in_place(self._parameters)  # users' hooks may have made something of the zeros
         self._views = [p.grad for p in self._parameters]
         reducer.placed(self._views)
@@ -138,9 +141,10 @@ class DDPEngine(Engine):
             window_open=lambda: self.window_open,
             reduced=self._parameters,
         )
-        self.leaves_out_unused = config.find_unused_parameters
         stepped = list(self._stepped.values())
         finds = config.find_unused_parameters
+        changed = self._gradients_changed
+        self.probe = DDPProbe(self, policy, stepper, self._stepped, leaves_out_unused=finds, changed=changed)
         self._unused = UnusedParameters(self._parameters, stepped) if finds else NoneUnused()
         self._ran = self._syncs = self._reduced = False
         self._missing: list[nn.Parameter] = []  # that a boundary did not reach whose reduction follows it
@@ -155,25 +159,15 @@ class DDPEngine(Engine):
         self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
 
     @property
-    def stepped(self) -> Mapping[str, nn.Parameter]:
-        """See :class:`Engine`; on zero1 a weight whose master another rank has stands for itself."""
-        return self._stepped
-
-    @property
     def model(self) -> nn.Module:
         """The DDP wrapper."""
         return self._ddp
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The model inside the wrapper."""
-        return self._model
 
     def describe(self) -> str:
         """See :class:`Engine`."""
         elements = sum(p.numel() for p in self._parameters)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
-        how = "summed in a fixed order" if self.numerics.fixed_order else "all-reduced"
+        how = "summed in a fixed order" if self.facts.numerics.fixed_order else "all-reduced"
         line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
         return line + self._stepper.describe(spread=size_of(sum(p.nbytes for p in self._parameters)))
 
@@ -341,14 +335,12 @@ class DDPEngine(Engine):
         return f"{problem}, so gradients would not be reduced: {remedy}"
 
     @property
-    def restarts_windows(self) -> bool:
-        """See :class:`Engine`; not where the other ranks may wait in a forward, or a sum over parts has other bits."""
-        return not (self.numerics.fixed_order or self._communicating() or self._collectives.seen)
-
-    @property
-    def reduction_begun(self) -> bool:
-        """See :class:`Engine`; on one rank nobody has any."""
-        return self._world.size > 1 and (self._reduced or self._reduction.running)
+    def restart(self) -> Restart:
+        """See :class:`Engine`; on one rank nobody has a part of the gradient."""
+        if self.facts.numerics.fixed_order or self._communicating() or self._collectives.seen:
+            return Restart.REFUSED
+        begun = self._world.size > 1 and (self._reduced or self._reduction.running)
+        return Restart.TOO_LATE if begun else Restart.POSSIBLE
 
     def _reduce_late(self) -> None:
         """The reduction after the last backward. Adds minus zero, which changes no number, and no zero's sign."""
@@ -389,7 +381,7 @@ class DDPEngine(Engine):
         self.buffers.check()
         among = self._unused.masked(self._world, needs_some=self._ran)
         self._stepper.before_step(self._optimizers, self._optimizer_step)
-        with self.stepped_groups:
+        with self._stepper.groups:
             output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
         if self._fault:
             output = replace(output, fault=self._fault)
@@ -397,15 +389,13 @@ class DDPEngine(Engine):
         self.zero_gradients()
         return output
 
-    @property
-    def gives_up_alone(self) -> bool:
-        """See :class:`Engine`; not where the other ranks may wait in a forward."""
-        # One rank, too, so that a loss scale does not depend on their number.
-        return (self._world.size > 1 or self.numerics.fixed_order) and not self._communicating()
-
-    def give_up(self) -> bool:
-        """See :class:`Engine`. What was sent before becomes NaN here alone."""
-        self._open_window()
+    def give_up(self, deal: Deal | None = None) -> bool | None:
+        """See :class:`Engine`. What was sent before becomes NaN here alone. Not where others may wait in a forward."""
+        # One reproducible rank, too, so that a loss scale does not depend on their number.
+        if (self._world.size == 1 and not self.facts.numerics.fixed_order) or self._communicating():
+            return None
+        if not self._window_open:
+            self.begin_window(0, deal)
         sends = not self._reduced
         self._reducer.give_up()
         with self._unused_ignored():
@@ -443,18 +433,7 @@ class DDPEngine(Engine):
         """See :class:`Engine`."""
         return uncounted()
 
-    @property
-    def gives_optimizers_back(self) -> bool:
-        """See :class:`Engine`; of zero1 :meth:`close` gathers the state."""
-        return True
-
-    @property
-    def stepped_groups(self) -> AbstractContextManager[object]:
-        """See :class:`Engine`; of zero1 what this rank steps."""
-        return self._stepper.groups
-
-    @property
-    def gradients_changed(self) -> bool:
+    def _gradients_changed(self) -> bool:
         """Whether the gradients are others, or have other versions, than this engine left."""
         return self._window_open and not self._watch.unchanged
 
@@ -496,19 +475,11 @@ class DDPEngine(Engine):
         model = self._weights.in_place_of_weights(model_state(self.unwrapped_model))
         return self._optimizer_step.state(model, owns=lambda _: True)
 
-    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
-        """See :class:`Engine`; of zero1 nothing, as one rank has a parameter's."""
-        return 0, self._stepper.replicated_state(self._optimizers, self._stepped)
-
-    def replicated(self) -> Mapping[str, Tensor]:
-        """See :class:`Engine`; masters as well, where every rank has them."""
-        return {**super().replicated(), **self._stepper.replicated()}
-
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
         load_model_state(self.unwrapped_model, state.model)
         self._weights.load(state.model)
-        with self.stepped_groups:
+        with self._stepper.groups:
             self._optimizer_step.load_state(state)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.base import StateLayout
+from distaccum.engines.base import Engine, StateLayout
 from distaccum.engines.ddp import masters
 from distaccum.engines.ddp.masters import Masters, Weights
 from distaccum.engines.ddp.zero1 import ZeRO1
+from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.probe import GradientProbe
 from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -139,3 +141,51 @@ class ZeRO1Stepper(WholeStepper):
         self.weights.release(optimizers)
         self.shards.restore(optimizers, self.weights.whole)
         self.weights.restore()
+
+
+class DDPProbe(GradientProbe):
+    """See :class:`GradientProbe`; whole weights, and what the stepper has of their masters and optimizers.
+
+    Args:
+        engine, policy: as there.
+        stepper: the engine's.
+        stepped: what is stepped of each trained parameter.
+        leaves_out_unused: whether parameters that no rank used are looked for.
+        changed: whether somebody has changed the open window's gradients.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: PrecisionPolicy,
+        stepper: WholeStepper,
+        stepped: Mapping[str, nn.Parameter],
+        *,
+        leaves_out_unused: bool,
+        changed: Callable[[], bool],
+    ) -> None:
+        super().__init__(engine, policy)
+        self._stepper, self._stepped, self._changed = stepper, stepped, changed
+        self.leaves_out_unused = leaves_out_unused
+
+    def known_fault(self) -> str:
+        """See :class:`GradientProbe`; local."""
+        return CHANGED_BY_HAND if self._changed() else ""
+
+    @property
+    def stepped(self) -> Mapping[str, nn.Parameter]:
+        """See :class:`GradientProbe`; on zero1 a weight whose master another rank has stands for itself."""
+        return self._stepped
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`GradientProbe`; of zero1 what this rank steps."""
+        return self._stepper.groups
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """See :class:`GradientProbe`; masters as well, where every rank has them."""
+        return {**super().replicated(), **self._stepper.replicated()}
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """See :class:`GradientProbe`; of zero1 nothing, as one rank has a parameter's."""
+        return 0, self._stepper.replicated_state(self._engine.optimizers, self._stepped)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import nan, sqrt
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines import optimizer_state
-from distaccum.engines.base import Engine, EngineState, StateLayout, StepOutput, forward_past_engine
+from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed import optimizer_state as flat_state
@@ -27,6 +27,7 @@ from distaccum.engines.group_settings import OTHER_SETTINGS, WholeGroups, differ
 from distaccum.engines.modules import HostCopy, clean, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import StepGuard
+from distaccum.engines.probe import GradientProbe
 from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.state import names_set_aside
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -77,9 +78,6 @@ class DeepSpeedEngine(Engine):
         ConfigError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
 
-    state_layout = StateLayout.SHARDED
-    watches_backward = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -91,19 +89,24 @@ class DeepSpeedEngine(Engine):
         scaler: LossScale | None,
     ) -> None:
         _check(model, optimizers, settings)
-        super().__init__(optimizers, world, policy, scaler)
-        # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
-        # gradient then does not depend on the world's size. DeepSpeed always averages.
-        self.gradient_divide_factor = 1 if scaler else world.size
-        self.artifacts = {"deepspeed.json": settings}
-        self._model = model
+        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
+        facts = EngineFacts(
+            # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
+            # gradient then does not depend on the world's size. DeepSpeed always averages.
+            gradient_divide_factor=1 if scaler else world.size,
+            forward_communicates=stage >= _FIRST_THAT_SHARDS_PARAMETERS,
+            steps_parts=policy.casts or bool(stage),
+            state_layout=StateLayout.SHARDED,
+            gives_optimizers_back=False,
+            artifacts={"deepspeed.json": settings},
+        )
+        super().__init__(model, optimizers, world, policy, scaler=scaler, facts=facts)
         parameters = trained(model)
         self._names, self._trained = list(parameters), list(parameters.values())
         self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
-        if settings.get("zero_optimization", {}).get("stage", 0):
+        if stage:
             check_rule(optimizers[0], parameters)
-        self.steps_parts = policy.casts or bool(settings.get("zero_optimization", {}).get("stage", 0))
-        if self.steps_parts:
+        if facts.steps_parts:
             check_hooks(optimizers[0])
         if policy.casts:
             compute_in(policy.compute_dtype, model)
@@ -117,14 +120,14 @@ class DeepSpeedEngine(Engine):
                 model=model, optimizer=optimizers[0], config=dict(settings), dist_init_required=False
             )[0]
         self._weights.restore(self._engine)
-        self._stage: int = int(self._engine.zero_optimization_stage())
+        self._stage = stage
         self._gradients = internals.gradients_of(self._engine, parameters)
         internals.check(self._engine, self._gradients, deepspeed.__version__)
         self._edited = EditedWeights(self._engine, self._gradients, self._trained)
-        self._groups.show(state_is_whole=not self.steps_parts, copies=self.steps_parts)
+        self._groups.show(state_is_whole=not facts.steps_parts, copies=facts.steps_parts)
         for parameter in self._trained:
             internals.accumulate_in_fp32(parameter)
-        self.forward_communicates = gathers = self._stage >= _FIRST_THAT_SHARDS_PARAMETERS
+        gathers = facts.forward_communicates
         self._uneven_inputs = UnevenInputs(self._engine, world, self._meet_others) if gathers else None
         self._hold: AbstractContextManager[object] | None = None
         self._called = self._due = False
@@ -143,6 +146,9 @@ class DeepSpeedEngine(Engine):
         if not self._gradients.sharded:
             internals.send_along(self._engine, lambda: self._news)
         internals.own_loss_scale(self._engine.optimizer)
+        self.probe = DeepSpeedProbe(
+            self, policy, deepspeed=self._engine, edited=self._edited, groups=self._groups, reduced=self._reduced
+        )
         self._drop()
         self._hold_back()
         self.sync_buffers()
@@ -154,11 +160,6 @@ class DeepSpeedEngine(Engine):
     def model(self) -> nn.Module:
         """DeepSpeed's engine."""
         return cast(nn.Module, self._engine)
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The model inside it, which at stage 3 still gathers its parameters."""
-        return self._model
 
     def describe(self) -> str:
         """The stage, what it shards, and what a window sends."""
@@ -243,11 +244,6 @@ class DeepSpeedEngine(Engine):
         dtype = torch.float64 if self._gradients.sharded or held is None else held.dtype
         return torch.tensor(numbers, device=self.device, dtype=dtype)
 
-    @property
-    def stepped_groups(self) -> AbstractContextManager[object]:
-        """See :class:`Engine`; at most stages flat fp32 weights of this rank."""
-        return self._groups
-
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
         self._open_window()
@@ -288,7 +284,7 @@ class DeepSpeedEngine(Engine):
         """
         try:
             self._groups.check()
-            if self.steps_parts:
+            if self.facts.steps_parts:
                 expect_no_hooks(self._optimizers)
         except MisuseError as error:
             self._fault = self._fault or str(error)
@@ -371,30 +367,12 @@ class DeepSpeedEngine(Engine):
             parameter.grad = None
         self._left_out = []
 
-    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`Engine`; a collective, as what the boundary completed is reduced here."""
+    def _reduced(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients of the open window; what the boundary completed is reduced here, which is a collective."""
         if self._due and self._hold is not None:
             self._reduce()
             self._watch.note()
         yield from self._gradients.held()
-
-    @contextmanager
-    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
-        """See :class:`Engine`: at stage 3 this rank's part of each parameter moves, and is gathered anew."""
-        self._edited.take_into_shards()
-        parameters: Iterator[tuple[str, Any]] = self._model.named_parameters()
-        shards = {clean(name): parameter.ds_tensor for name, parameter in parameters}
-        own = {name: shards[name].data.flatten()[: direction[name].numel()] for name in direction}
-        before = {name: shard.clone() for name, shard in own.items()}
-        try:
-            for name, shard in own.items():
-                shard.add_(direction[name].flatten().to(shard.dtype), alpha=distance)
-            internals.gather_persistent(self._engine.optimizer)
-            yield {name: (shard.double() - before[name].double()) for name, shard in own.items()}
-        finally:
-            for name, shard in own.items():
-                shard.copy_(before[name])
-            internals.gather_persistent(self._engine.optimizer)
 
     def _norms(self) -> tuple[list[str], Tensor]:
         """Of this rank's part of the gradient, by parameter."""
@@ -488,14 +466,6 @@ class DeepSpeedEngine(Engine):
             flats = self._gradients.flats()
             flat_state.load(self._optimizers[0], flats, names, state.optimizer, state.optimizer_values)
 
-    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
-        """See :class:`Engine`: all at stage 0; at the others each rank keeps a part."""
-        if self._stage:
-            return 0, {}
-        copies = internals.fp32_copies(self._engine.optimizer)
-        named = dict(zip(self._names, self._trained, strict=True))
-        return 0, by_entry(self._optimizers, {name: copies.get(id(p), p) for name, p in named.items()})
-
     def _own_edits(self) -> None:
         """What has changed weights so far was no user."""
         if self._lost_edits is not None:
@@ -515,6 +485,60 @@ class DeepSpeedEngine(Engine):
         with self._groups:
             self._engine.destroy()
         self._groups.release()
+
+
+class DeepSpeedProbe(GradientProbe):
+    """See :class:`GradientProbe`.
+
+    Args:
+        engine, policy: as there.
+        deepspeed: DeepSpeed's own engine.
+        edited: takes over what users have written into weights.
+        groups: what the optimizer steps; at most stages flat fp32 weights of this rank.
+        reduced: gives the reduced gradients.
+    """
+
+    walks_twice = False  # DeepSpeed watches backwards of its model's output
+
+    def __init__(
+        self,
+        engine: Engine,
+        policy: PrecisionPolicy,
+        *,
+        deepspeed: Any,
+        edited: EditedWeights,
+        groups: WholeGroups,
+        reduced: Callable[[], Iterator[tuple[str, Tensor]]],
+    ) -> None:
+        super().__init__(engine, policy)
+        self._deepspeed, self._edited, self._groups, self._reduced = deepspeed, edited, groups, reduced
+
+    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """See :class:`GradientProbe`; a collective, as what the boundary completed is reduced here."""
+        return self._reduced()
+
+    @property
+    def stepped_groups(self) -> AbstractContextManager[object]:
+        """See :class:`GradientProbe`."""
+        return self._groups
+
+    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
+        """All at stage 0; at the others each rank keeps a part."""
+        if self._deepspeed.zero_optimization_stage():
+            return 0, {}
+        copies = internals.fp32_copies(self._deepspeed.optimizer)
+        named = trained(self._engine.unwrapped_model)
+        return 0, by_entry(self._engine.optimizers, {name: copies.get(id(p), p) for name, p in named.items()})
+
+    def _parts(self, direction: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """At stage 3 this rank's part of each parameter."""
+        self._edited.take_into_shards()
+        weights: Iterator[tuple[str, Any]] = self._engine.unwrapped_model.named_parameters()
+        shards = {clean(name): parameter.ds_tensor for name, parameter in weights}
+        return {name: shards[name].data.flatten()[: direction[name].numel()] for name in direction}
+
+    def _parts_changed(self) -> None:
+        internals.gather_persistent(self._deepspeed.optimizer)
 
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:

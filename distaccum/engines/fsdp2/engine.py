@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import compress
@@ -20,20 +20,14 @@ from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.base import (
-    Engine,
-    EngineState,
-    LocalGradients,
-    StateLayout,
-    StepOutput,
-    WholeWeights,
-)
+from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput
 from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import internals, wrap
+from distaccum.engines.fsdp2.blocks import OTHER_BLOCKS, BlockOrder, SkippedBlocks, Units
 from distaccum.engines.fsdp2.copies import Copies
+from distaccum.engines.fsdp2.probe import FSDP2Probe
 from distaccum.engines.fsdp2.shard_watch import ShardReads, ShardWatch, UsedParameters, reads_shards
-from distaccum.engines.fsdp2.skipped_blocks import SkippedBlocks
 from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums, WholeNorms
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
@@ -45,11 +39,9 @@ from distaccum.engines.modules import (
     is_meta,
     is_sharded,
     shard_like,
-    to_local,
     trained,
 )
 from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -57,12 +49,6 @@ from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
-_ORDERS = 2**16 - 15  # checksums of the order of blocks; a prime
-_OTHER_BLOCKS = (
-    "ranks ran different blocks in a forward, or in another order, so that one block's weights were gathered into "
-    "another's: a rank may leave out a block on this engine (fsdp2), but not repeat one or change the order by itself. "
-    "Or use ddp with find_unused_parameters"
-)
 _LATE = (
     "the loss reads a gathered parameter outside of its module's forward, so that a gradient came after its reduction: "
     "use weight_decay= of the optimizer, or an engine that holds whole parameters (ddp, zero1)"
@@ -87,9 +73,6 @@ class FSDP2Engine(Engine):
         ConfigError: an optimizer has stepped, or ``config.blocks`` match nothing. See ``checks.check`` too.
     """
 
-    forward_communicates = True
-    state_layout = StateLayout.SHARDED
-
     def __init__(
         self,
         model: nn.Module,
@@ -102,17 +85,20 @@ class FSDP2Engine(Engine):
         seed: int,
         numerics: Numerics,
     ) -> None:
-        super().__init__(optimizers, world, policy, options.scaler)
-        self.gradient_divide_factor = 1
-        self.numerics, fixed = numerics, numerics.fixed_order
-        self._tree = TreeSums(world, lambda: bool(self._zero_contribution)) if fixed else None
-        self.buffers = numerics.buffers(model, world)
-        self._every = config.sync == "every"
+        facts = EngineFacts(
+            gradient_divide_factor=1,
+            numerics=numerics,
+            forward_communicates=True,
+            rounds_weights=policy.keeps_masters,  # of what is gathered: the shards are the masters
+            state_layout=StateLayout.SHARDED,
+            gives_optimizers_back=False,
+        )
+        super().__init__(model, optimizers, world, policy, scaler=options.scaler, facts=facts)
+        self._tree = TreeSums(world, lambda: bool(self._zero_contribution)) if numerics.fixed_order else None
         self._reshards, self._offloads = config.reshard_after_forward, config.offload
         self._zero_contribution: list[bool] = []  # not empty while a replay runs
         everywhere = policy.casts and not (policy.keep_fp32 or policy.only)
-        self._gathers_compute = config.gather_dtype == "compute" and everywhere
-        self.rounds_weights = policy.keeps_masters  # of what is gathered: the shards are the masters
+        self._gathered_dtype = policy.compute_dtype if config.gather_dtype == "compute" and everywhere else None
         self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         taken = wrap.take_hooks(model)
@@ -121,7 +107,6 @@ class FSDP2Engine(Engine):
         self._sharded = internals.ShardedModel(model)
         rebind_optimizers(model, optimizers, before, world)
         apply_precision(model, policy, world.device, warn=world.is_main)
-        self._model = model
         self._parameters = trained(model)
         self._optimizer_step = OptimizerStep(
             optimizers,
@@ -131,26 +116,21 @@ class FSDP2Engine(Engine):
             self._settings,
             window_open=lambda: self.window_open,
             all_reduce_shards=self._all_reduce_shards,
-            whole_norms=WholeNorms(world) if fixed else None,
+            whole_norms=WholeNorms(world) if numerics.fixed_order else None,
         )
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        if not self._reshards:  # but all at once, after the backward
-            self._units[0].set_reshard_after_backward(False)
+        self._units = Units(model, every=config.sync == "every", reshards=self._reshards)
         self._uneven_inputs = inputs = UnevenInputs(model, world, self._meet_others)
+        self._order = BlockOrder(in_backward=lambda: inputs.differentiates)
         wrap.carry_hooks_over(taken, model, self._sharded, replays=lambda: inputs.replays)
         self._watch = GradientWatch(self._gradients)
         self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
         self._sync = False
-        self._toggled: tuple[bool, bool] | None = None
-        self._gathered = False  # by a forward, and not freed by a backward since
-        self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
         # Before FSDP2's own, which puts its parameter where another tensor may have been put.
-        self._hooks = [unit.register_forward_pre_hook(self._expect_own, prepend=True) for unit in self._units]
+        self._hooks = [unit.register_forward_pre_hook(self._expect_own, prepend=True) for unit in self._units.modules]
         self._hooks += [model.register_forward_pre_hook(self._note_forward)]
-        self._order = 0  # in which the window's forwards ran the blocks, as a checksum
         self._compares_order = False
         self._late_faults: list[tuple[HostCopy, str]] = []
-        self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._note_block)
+        self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._order.note)
         self._hooks += self._skipped.hooks
         self._used = UsedParameters(self._sharded.shards())
         self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used, self._before_reduction())
@@ -165,6 +145,16 @@ class FSDP2Engine(Engine):
             note=self._note_fault,
         )
         self._sharded.guard_apply()
+        self.probe = FSDP2Probe(
+            self,
+            policy,
+            world=world,
+            mesh=self._mesh,
+            sharded=self._sharded,
+            units=self._units,
+            order=self._order,
+            gathered_dtype=self._gathered_dtype,
+        )
         owners = (self, inputs, self._skipped)
         self._copies = Copies(model, self._sharded, world, self._shard_unit, owners)
 
@@ -186,8 +176,8 @@ class FSDP2Engine(Engine):
     def _shard_unit(self, unit: nn.Module, is_root: bool) -> None:
         """One block, or what is left of the root."""
         mixed = MixedPrecisionPolicy(
-            param_dtype=self._policy.compute_dtype if self._gathers_compute else None,
-            reduce_dtype=torch.float32 if self._gathers_compute else None,  # what is accumulated before, too
+            param_dtype=self._gathered_dtype,
+            reduce_dtype=torch.float32 if self._gathered_dtype else None,  # what is accumulated before, too
             cast_forward_inputs=False,  # autocast does
         )
         sixteen = self._policy.reduce_dtype if self._policy.reduce_dtype is not torch.float32 else None
@@ -237,14 +227,14 @@ class FSDP2Engine(Engine):
         if self._replicated and self._mesh["replicate"].get_local_rank():
             tensor = torch.full_like(tensor, torch.nan if self._fault else 0.0)  # the first replica gives the norms
         settings = fingerprint(self._optimizers, world_size=self._world.size)
-        own = torch.tensor([float(self._order), settings], dtype=tensor.dtype, device=tensor.device)
+        own = torch.tensor([float(self._order.checksum), settings], dtype=tensor.dtype, device=tensor.device)
         sums = torch.cat((tensor, own, own.square(), self._used.marks(tensor)))
         dist.all_reduce(sums)
         length, both = len(tensor), len(own)
         norms, total, squares, used = sums.tensor_split((length, length + both, length + 2 * both))
         differ = squares * self._world.size != total.square()  # of whole numbers below 2**53
         self._late_faults += [
-            (HostCopy(differ[:1].float()), _OTHER_BLOCKS),
+            (HostCopy(differ[:1].float()), OTHER_BLOCKS),
             (HostCopy(differ[1:].float()), OTHER_SETTINGS),
         ]
         if not self._used.drop_unused(used):
@@ -253,12 +243,7 @@ class FSDP2Engine(Engine):
 
     @property
     def model(self) -> nn.Module:
-        """The user's model; ``fully_shard`` has made its class a subclass of itself and of ``FSDPModule``."""
-        return self._model
-
-    @property
-    def unwrapped_model(self) -> nn.Module:
-        """The same: there is no wrapper."""
+        """The user's own; ``fully_shard`` has made its class a subclass of itself and of ``FSDPModule``."""
         return self._model
 
     def describe(self) -> str:
@@ -266,10 +251,10 @@ class FSDP2Engine(Engine):
         elements = sum(p.numel() for p in self._parameters.values())
         shards = self._mesh["shard"].size()
         every = self._model.parameters()  # what is frozen is sharded and gathered too
-        cast = self._policy.compute_dtype.itemsize if self._gathers_compute else 0
+        cast = self._gathered_dtype.itemsize if self._gathered_dtype else 0
         gathered = sum(p.numel() * (cast if cast and p.is_floating_point() else p.itemsize) for p in every)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
-        sync, other = ("every", "boundary") if self._every else ("boundary", "every")
+        sync, other = ("every", "boundary") if self._units.every else ("boundary", "every")
         replicas = f" x {self._mesh['replicate'].size()} replicas" if self._replicated else ""
         costs = {
             "boundary": f"{sent} of gradients reduce-scattered a window, {size_of(4 * elements)} of them held whole",
@@ -298,7 +283,7 @@ class FSDP2Engine(Engine):
         for _ in range(missing - (0 if micro_steps else 1)):
             if self._uneven_inputs.left:  # it may be given up
                 self.shadow_micro_step(sync=False)
-        if missing and not self._every:
+        if missing and not self._units.every:
             self._sharded.drop_gradients()  # zeros, or NaN where the earlier input was beyond the number format
             self._note_gradients()
         if self._tree is not None:
@@ -315,9 +300,9 @@ class FSDP2Engine(Engine):
             problem = f"{shorten(replaced)} was replaced after wrapping (tied, assigned, or by .to() or .double())"
             raise MisuseError(f"{problem}, and what is sharded and stepped is the former one: do it before")
         self._sharded.take_over_trains()
-        self._free_gathered()
+        self._units.free()
         self._drop_gradients()
-        self._order, self._fault = 0, ""
+        self._order.checksum, self._fault = 0, ""
         self._trains = self._sharded.trains()
         wrap.check_hooked_shards(self._parameters)
 
@@ -330,9 +315,8 @@ class FSDP2Engine(Engine):
         self._shard_watch.forget()
 
     def _note_forward(self, *_: object) -> None:
-        self._gathered = True
-        if not self._uneven_inputs.differentiates:
-            self._checkpointed.clear()
+        self._units.gathered = True
+        self._order.forward_begins()
 
     def _expect_own(self, unit: nn.Module, _: object) -> None:
         """Raises MisuseError where a forward is to compute with other tensors than the parameters: FSDP2 would not."""
@@ -349,42 +333,14 @@ class FSDP2Engine(Engine):
         if not (self._uneven_inputs.replays or self._for_nothing):
             self._used.add(shard)
 
-    def _note_block(self, number: int, block: nn.Module) -> None:
-        """Notes the order of blocks, and how often a reentrant checkpoint computes one again.
-
-        That is a forward without gradients, then one with gradients in the backward.
-
-        Raises:
-            MisuseError: twice in one backward. FSDP2 reduces after the first, and the second is lost.
-        """
-        if not self._uneven_inputs.differentiates:
-            self._order = (self._order * 31 + number + 1) % _ORDERS
-        if not torch.is_grad_enabled():
-            self._checkpointed[block] = 0
-        elif self._uneven_inputs.differentiates and block in self._checkpointed:
-            self._checkpointed[block] += 1
-            if self._checkpointed[block] > 1:
-                problem = (
-                    f"a reentrant checkpoint computes a block ({type(block).__name__}) again twice in one backward"
-                )
-                remedy = "FSDP2 loses a gradient of it: use checkpoint(..., use_reentrant=False)"
-                raise MisuseError(f"{problem}, for two places or two forwards. {remedy}")
-
-    def _free_gathered(self) -> None:
-        """Frees what a forward without a backward after it has left gathered, so that no step leaves it stale."""
-        if self._gathered:
-            for unit in self._units:
-                unit.reshard()
-            self._gathered = False
-
     def weights_changed(self) -> None:
         """See :class:`Engine`."""
-        self._free_gathered()
+        self._units.free()
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
         self._open_window()
-        self._toggle(sync=sync)
+        self._units.reduce(sync=sync)
         self._expect_untouched()
         self._zero_contribution.append(True)
         try:
@@ -398,7 +354,7 @@ class FSDP2Engine(Engine):
         """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
         self._open_window()
         self._uneven_inputs.begin_micro_step()
-        self._toggle(sync=False)
+        self._units.reduce(sync=False)
         self._sync, self._in_micro_step = sync, True
         try:
             yield
@@ -425,33 +381,6 @@ class FSDP2Engine(Engine):
             return MisuseError(f"{problem}: call it on the whole batch, or use ddp or zero1")
         return error
 
-    def _toggle(self, *, sync: bool) -> None:
-        """Around the engine's own backwards alone: another one in a window reduces nothing."""
-        if self._toggled == (sync, self._every):
-            return
-        self._toggled = sync, self._every
-        for unit in self._units:
-            unit.set_requires_gradient_sync(sync or self._every, recurse=False)
-
-    @property
-    def local_gradients(self) -> LocalGradients | None:
-        """See :class:`Engine`."""
-        return self._local_gradients
-
-    @contextmanager
-    def _local_gradients(self) -> Iterator[Callable[[], Mapping[str, Tensor]]]:
-        every, self._every = self._every, False
-        try:
-            yield lambda: dict(self._accumulated())
-        finally:
-            self._every = every
-
-    def _accumulated(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for shard, gradient in zip(self._sharded.shards(), self._sharded.whole_gradients(), strict=True):
-            if gradient is not None and id(shard) in names:
-                yield names[id(shard)], gradient
-
     def backward(self, loss: Tensor) -> None:
         """Plain autograd, of the scaled loss in fp16: FSDP2 reduces in its hooks.
 
@@ -464,13 +393,15 @@ class FSDP2Engine(Engine):
         if not self._uneven_inputs.called:
             raise _forward_past_model()
         self._expect_untouched()
-        self._toggle(sync=self._sync)
+        self._units.reduce(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         with self._uneven_inputs.backward(scaled):
             scaled.backward()  # type: ignore[no-untyped-call]
             self._join_backward()
-        self._gathered = not self._reshards
-        if (self._sync or self._every) and any(gradient is not None for gradient in self._sharded.whole_gradients()):
+        self._units.gathered = not self._reshards
+        if (self._sync or self._units.every) and any(
+            gradient is not None for gradient in self._sharded.whole_gradients()
+        ):
             self._note_fault(_LATE)
         if self._tree is not None and not self._sync:
             used = self._tree.micro_step_ended(self._sharded)
@@ -509,62 +440,11 @@ class FSDP2Engine(Engine):
         self._shard_watch.look()
         self._watch.forget()  # or what the next backward reduces stays in memory until its end
 
-    @contextmanager
-    def shifted(self, direction: Mapping[str, Tensor], distance: float) -> Iterator[Mapping[str, Tensor]]:
-        """See :class:`Engine`: shards move, and are gathered anew."""
-        own = {name: to_local(self._parameters[name].data) for name in direction}
-        before = {name: shard.clone() for name, shard in own.items()}
-        try:
-            for name, shard in own.items():
-                shard.add_(direction[name].reshape(shard.shape).to(shard.dtype), alpha=distance)
-            self._reshard()
-            yield {name: (shard - before[name]).flatten() for name, shard in own.items()}
-        finally:
-            for name, shard in own.items():
-                shard.copy_(before[name])
-            self._reshard()
-
-    def known_fault(self) -> str:
-        """See :class:`Engine`."""
-        same = len(set(self._world.all_gather_object(self._order))) == 1
-        return super().known_fault() if same else _OTHER_BLOCKS
-
-    def reduced_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """See :class:`Engine`; frees what a forward has left gathered, in whose places the shards are then again."""
-        self._free_gathered()
-        yield from super().reduced_gradients()
-
-    @property
-    def whole_weights(self) -> WholeWeights | None:
-        """See :class:`Engine`; none where code was compiled, or a hook changes what a shard was given."""
-        odd = internals.is_compiled(self._model) or any(map(internals.accumulation_hooks, self._parameters.values()))
-        return None if odd else self._whole_weights
-
-    @contextmanager
-    def _whole_weights(self) -> Iterator[Mapping[str, Tensor]]:
-        self._reshard()
-        leaves: dict[int, nn.Parameter] = {}
-        for shard in self._model.parameters():
-            leaf = nn.Parameter(full_tensor(shard.detach()).to(self.device), requires_grad=shard.requires_grad)
-            for hook in self._sharded.hooks_of(shard):
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-            leaves[id(shard)] = leaf
-        dtype = self._policy.compute_dtype if self._gathers_compute else None
-        cast = {key: leaf.to(dtype) if leaf.is_floating_point() else leaf for key, leaf in leaves.items()}
-        with internals.computing_with(self._model, cast):
-            yield {name: leaves[id(shard)] for name, shard in self._parameters.items() if shard.requires_grad}
-
-    def _reshard(self) -> None:
-        """Frees what is gathered, so that the next forward gathers the shards as they are."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def _step(self, divisor: float) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
         self._window_begun = False
         self._expect_untouched()
-        self._free_gathered()
+        self._units.free()
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise _no_gradient(self._parameters)
         self.buffers.check()
@@ -593,21 +473,21 @@ class FSDP2Engine(Engine):
         inputs = self._uneven_inputs
         if inputs.left:
             inputs.check_release()
-            self._toggle(sync=self._sync)
+            self._units.reduce(sync=self._sync)
             inputs.finish_micro_step(self.autocast)
             self._note_gradients()
         while inputs.left:
             self.shadow_micro_step(sync=inputs.left == 1)
-        if self._gathered:  # a forward that no backward has ended
+        if self._units.gathered:  # a forward that no backward has ended
             self._sharded.reset()
-        self._gathered = self._window_begun = False
+        self._units.gathered = self._window_begun = False
         self._drop_gradients()
         self._close_window()
 
     def close(self) -> None:
         """See :class:`Engine`; parameters stay shards."""
         super().close()
-        if self._gathered:
+        if self._units.gathered:
             self._sharded.reset()
         self._drop_gradients()
         for hook in self._hooks:
@@ -617,14 +497,6 @@ class FSDP2Engine(Engine):
         self._reads.remove()
         self._optimizer_step.release()
         apply_precision(self._model, PrecisionPolicy.of(PrecisionConfig()), self.device)
-
-    def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
-        """See :class:`Engine`: what is not sharded; with replicas the shards as well, those of the weights included."""
-        kept = by_entry(self._optimizers, self._parameters)
-        if not self._replicated:
-            return 0, {name: tensor for name, tensor in kept.items() if not is_sharded(tensor)}
-        own = {**kept, **{f"the shard of {name}": p.detach() for name, p in self._parameters.items()}}
-        return self._mesh["shard"].get_local_rank(), {name: to_local(tensor) for name, tensor in own.items()}
 
     def state(self) -> EngineState:
         """Gathers tensor by tensor; one rank keeps each, on the host."""
@@ -640,7 +512,7 @@ class FSDP2Engine(Engine):
 
     def load_state(self, state: EngineState) -> None:
         """See :class:`Engine`."""
-        self._free_gathered()
+        self._units.free()
         own = model_state(self._model)
         # One tensor is read whole at a time. Torch complains of names and shapes that differ.
         parts = {name: shard_like(state.model[name], own.get(name, state.model[name])) for name in state.model}

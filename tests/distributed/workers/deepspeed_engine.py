@@ -404,7 +404,7 @@ def overflow(world: World) -> Any:
             assert result.applied or same(before, after)
             before = after
         found[str(stage)] = {"as the rule": seen == expected, "worst": worst, "seen": seen if seen != expected else []}
-        found[str(stage)]["floor"] = engine.min_loss_scale
+        found[str(stage)]["floor"] = engine.facts.min_loss_scale
         found[str(stage)]["scale after"] = engine.state().scaler["scale"] == float(rule.current)
     return found
 
@@ -591,7 +591,7 @@ def refusals(world: World) -> Any:
         ),
     }
     accelerator.is_fp16_supported = lambda: True
-    return found | {"describe": engine.describe(), "artifacts": list(engine.artifacts)}
+    return found | {"describe": engine.describe(), "artifacts": list(engine.facts.artifacts)}
 
 
 @part

@@ -26,6 +26,7 @@ from distaccum.distributed.world import World, open_world
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.ddp.stepper import WholeStepper
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.precision.policy import PrecisionPolicy
@@ -70,6 +71,7 @@ def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str =
         options=options,
         reducer=BucketReducer(world, DTYPES[dtype]),
         stepper=WholeStepper(),
+        numerics=Numerics(),
     )
     windows = MapWindowLoader(data, plan, world).windows(0, 0, GlobalCounter(world, loss.count))
     for window in islice(windows, 3):
@@ -109,6 +111,7 @@ def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
         options=StepOptions(),
         reducer=BucketReducer(world, DTYPES[dtype]),
         stepper=WholeStepper(),
+        numerics=Numerics(),
     )
     with engine.micro_step(sync=True):
         engine.backward(engine.model(gradient))

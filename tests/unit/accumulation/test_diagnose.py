@@ -23,6 +23,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.ddp.stepper import WholeStepper
+from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
@@ -87,6 +88,7 @@ def _engine(
         options=options,
         reducer=BucketReducer(world, policy.reduce_dtype),
         stepper=WholeStepper(),
+        numerics=Numerics(),
     )
 
 

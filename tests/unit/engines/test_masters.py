@@ -194,10 +194,10 @@ def test_weights_are_their_masters_roundings_and_gradients_fp32(name: str, world
                 assert weight.grad is not None
                 assert weight.grad.dtype is torch.float32
                 assert torch.equal(weight, masters[key].bfloat16())
-            with engine.stepped_groups:
+            with engine.probe.stepped_groups:
                 stepped = [p for group in optimizer.param_groups for p in group["params"]]
             assert all(p.dtype is torch.float32 for p in stepped)
-            owned = [p for p in engine.stepped.values() if p.dtype is torch.float32]
+            owned = [p for p in engine.probe.stepped.values() if p.dtype is torch.float32]
             assert {id(p) for p in stepped} == {id(p) for p in owned}
 
         check()
@@ -296,7 +296,7 @@ def test_a_rank_holds_the_bytes_of_the_zero_paper(name: str, bytes_each: float) 
         with engine.micro_step(sync=True):
             engine.backward(engine.model(torch.ones(2, 64).bfloat16()).float().sum())
         engine.step()
-        tensors = [*model.parameters(), *engine.stepped.values(), *(p.grad for p in model.parameters())]
+        tensors = [*model.parameters(), *engine.probe.stepped.values(), *(p.grad for p in model.parameters())]
         tensors += [t for state in optimizer.state.values() for t in state.values() if t.numel() > 1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         return sum(storages.values()) / (2 * 64 * 64)
@@ -324,7 +324,9 @@ def test_keep_fp32_and_frozen_parameters_are_their_own_masters(gloo_world: World
             loss = engine.model(torch.randn(3, 4)).float().square().sum()
         engine.backward(loss)
     assert engine.step().applied
-    assert all((engine.stepped[name] is p) != types[name] for name, p in model.named_parameters() if p.requires_grad)
+    assert all(
+        (engine.probe.stepped[name] is p) != types[name] for name, p in model.named_parameters() if p.requires_grad
+    )
 
 
 def test_what_a_window_does_not_use_does_not_move(gloo_world: World) -> None:
@@ -333,27 +335,27 @@ def test_what_a_window_does_not_use_does_not_move(gloo_world: World) -> None:
     optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     config = DDPConfig(find_unused_parameters=True)
     engine = create_engine(model, optimizer, gloo_world, engine=config, precision=WEIGHTS)
-    before = {name: master.detach().clone() for name, master in engine.stepped.items()}
+    before = {name: master.detach().clone() for name, master in engine.probe.stepped.items()}
     for _ in range(2):
         for last in (False, True):
             with engine.micro_step(sync=last):
                 engine.backward(engine.model(torch.randn(2, 3).bfloat16()).float().square().sum())
         assert engine.step().applied
-    moved = {name: not torch.equal(before[name], master) for name, master in engine.stepped.items()}
+    moved = {name: not torch.equal(before[name], master) for name, master in engine.probe.stepped.items()}
     assert moved == {"0.weight": True, "0.bias": True, "1.weight": False, "1.bias": False}
 
 
 def test_weights_that_are_changed_by_hand_go_to_their_masters_element_by_element(gloo_world: World) -> None:
     model = nn.Linear(4, 1, bias=False)
     engine = create_engine(model, SGD(model.parameters(), lr=1.0), gloo_world, precision=WEIGHTS)
-    master = engine.stepped["weight"].detach().clone()
+    master = engine.probe.stepped["weight"].detach().clone()
     with torch.no_grad():
         model.weight[0, 1] = 0.75  # which no first weight rounds to
     master[0, 1] = 0.75
     with engine.micro_step(sync=True):
         engine.backward(engine.model(torch.zeros(1, 4).bfloat16()).float().sum())
     engine.step()
-    assert torch.equal(engine.stepped["weight"], master)
+    assert torch.equal(engine.probe.stepped["weight"], master)
     assert torch.equal(model.weight, master.bfloat16())
 
 

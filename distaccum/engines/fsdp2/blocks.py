@@ -1,13 +1,13 @@
-"""Blocks that some rank's forward leaves out: experts chosen by the data, LayerDrop, conditional heads.
+"""The blocks of a sharded model: when they reduce, what is gathered, and in which order forwards run them.
 
 A block's forward and backward gather its weights, and its backward reduces their gradients: collectives that every rank
-must run in one order. The order is a plan that all ranks share. Where a forward leaves out a block of it, what goes on
-to the next block passes through the block unchanged, with all that the block communicates.
+must run in one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -21,6 +21,108 @@ from torch.utils._pytree import tree_map_only
 
 from distaccum.engines.fsdp2 import internals
 from distaccum.errors import MisuseError
+
+OTHER_BLOCKS = (
+    "ranks ran different blocks in a forward, or in another order, so that one block's weights were gathered into "
+    "another's: a rank may leave out a block on this engine (fsdp2), but not repeat one or change the order by itself. "
+    "Or use ddp with find_unused_parameters"
+)
+_ORDERS = 2**16 - 15  # checksums of the order of blocks; a prime
+
+
+class Units:
+    """The model and its blocks: whether their backwards reduce, and whether a forward has left them gathered.
+
+    Args:
+        model: sharded.
+        every: whether each micro-step reduces; else the window's last.
+        reshards: whether a block is freed after its forward.
+    """
+
+    def __init__(self, model: nn.Module, *, every: bool, reshards: bool) -> None:
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.every = every
+        self.gathered = False
+        """Whether a forward has gathered weights that no backward has freed since."""
+        self._reduce: bool | None = None
+        if not reshards:  # but all at once, after the backward
+            self.modules[0].set_reshard_after_backward(False)
+
+    def reduce(self, *, sync: bool) -> None:
+        """Whether the next backward reduces. Only the engine's own does: another one in a window reduces nothing.
+
+        Args:
+            sync: it is the window's last.
+        """
+        if self._reduce is not (reduce := sync or self.every):
+            self._reduce = reduce
+            for unit in self.modules:
+                unit.set_requires_gradient_sync(reduce, recurse=False)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Within the block only a window's last micro-step reduces."""
+        every, self.every = self.every, False
+        try:
+            yield
+        finally:
+            self.every = every
+
+    def free(self) -> None:
+        """Frees what a forward without a backward after it has left gathered, so that no step leaves it stale."""
+        if self.gathered:
+            self.gather_anew()
+            self.gathered = False
+
+    def gather_anew(self) -> None:
+        """Frees all, so that the next forward gathers the shards as they are."""
+        for unit in self.modules:
+            unit.reshard()
+
+
+class BlockOrder:
+    """The order in which a window's forwards ran the blocks, as a checksum; and what reentrant checkpoints run again.
+
+    Args:
+        in_backward: whether the engine's own backward runs.
+    """
+
+    def __init__(self, in_backward: Callable[[], bool]) -> None:
+        self.checksum = 0
+        self._in_backward = in_backward
+        self._checkpointed: dict[nn.Module, int] = {}  # recomputed so often, by block that ran without gradients
+
+    def forward_begins(self) -> None:
+        """Told of the whole model's."""
+        if not self._in_backward():
+            self._checkpointed.clear()
+
+    def note(self, number: int, block: nn.Module) -> None:
+        """Notes a block that communicates, and how often a reentrant checkpoint computes it again.
+
+        That is a forward without gradients, then one with gradients in the backward.
+
+        Raises:
+            MisuseError: twice in one backward. FSDP2 reduces after the first, and the second is lost.
+        """
+        if not self._in_backward():
+            self.checksum = (self.checksum * 31 + number + 1) % _ORDERS
+        if not torch.is_grad_enabled():
+            self._checkpointed[block] = 0
+        elif self._in_backward() and block in self._checkpointed:
+            self._checkpointed[block] += 1
+            if self._checkpointed[block] > 1:
+                problem = (
+                    f"a reentrant checkpoint computes a block ({type(block).__name__}) again twice in one backward"
+                )
+                remedy = "FSDP2 loses a gradient of it: use checkpoint(..., use_reentrant=False)"
+                raise MisuseError(f"{problem}, for two places or two forwards. {remedy}")
+
+
+# Blocks that some rank's forward leaves out: experts chosen by the data, LayerDrop, conditional heads.
+#
+# The order is a plan that all ranks share. Where a forward leaves out a block of it, what goes on to the next block
+# passes through the block unchanged, with all that the block communicates.
 
 
 class SkippedBlocks:
