@@ -378,7 +378,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "Deal(units, min(units, self.virtual_ranks), self.world_size)",
                 "Deal(units, min(units, 2 * self.world_size), self.world_size)",
             ),
-            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics.fixed_order else", "None and"),
+            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics", "None if numerics"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
                 "deal=self._deal,\n            by_unit=by_unit,",
