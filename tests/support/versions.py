@@ -84,16 +84,22 @@ def in_table(cell: str) -> str:
 
 
 def rows_of(text: str) -> dict[Row, Row]:
-    """The table's, by torch, DeepSpeed and engine."""
+    """The table's, by torch, DeepSpeed and engine; a row of the table is that of several engines."""
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
-    return {row[:3]: row[3:] for row in cells[2:]}
+    return {(*row[:2], engine): row[3:] for row in cells[2:] for engine in row[2].split(", ")}
 
 
 def written(text: str, rows: dict[Row, Row]) -> str:
-    """The document with this table, by versions."""
+    """The document with this table, by versions; engines of which the same is true have a row together."""
+    together: dict[tuple[str, str, Row], list[str]] = {}
+    for key in sorted(rows, key=_by_version):
+        together.setdefault((*key[:2], rows[key]), []).append(key[2])
     head = ["| torch | DeepSpeed | engine | even | uneven | resume | fp16 |", "|---|---|---|---|---|---|---|"]
-    body = ["| " + " | ".join((*key, *rows[key])) + " |" for key in sorted(rows, key=_by_version)]
+    body = [
+        "| " + " | ".join((torch, deepspeed, ", ".join(engines), *cells)) + " |"
+        for (torch, deepspeed, cells), engines in together.items()
+    ]
     return text[: text.index(BEGIN)] + "\n".join([BEGIN, *head, *body, END]) + text[text.index(END) + len(END) :]
 
 
