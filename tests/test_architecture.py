@@ -103,7 +103,6 @@ LIBRARIES = {
     },
     "wandb": {"train/metrics/wandb.py"},
     "mlflow": {"train/metrics/mlflow.py"},
-    "tensorboard": {"train/metrics/tensorboard.py"},
     "torch.utils.tensorboard": {"train/metrics/tensorboard.py"},
     "safetensors": {"checkpoint/tensors.py", "tools/export.py"},
     "safetensors.torch": {"tools/export.py"},

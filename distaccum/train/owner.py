@@ -1,9 +1,9 @@
 """One owner of a run directory: the lock ``owner.json``, which one run holds and which tells the others who that is.
 
-The lock is made whole under another name and linked to its own, which fails where it exists, on NFS too. It belongs to
-a dead run, and is taken over, if its process is gone from this machine; if the same job holds it that Slurm or torchrun
-has started again; or, where the process is on another machine, if it was not touched for ``STALE_S`` seconds by the
-clock of the file system.
+It belongs to a dead run, and is taken over, if its process is gone from this machine; if the same job holds it that
+Slurm or torchrun has started again; or, where the process is on another machine, if it was not touched for ``STALE_S``
+seconds by the clock of the file system. Who judges it locks the folder (``flock``). Where a file system has no such
+locks two may take over at one moment; the first of them finds the other's name at its next status, and ends.
 """
 
 from __future__ import annotations
@@ -170,7 +170,6 @@ class Owner:
         self._after = after
         self._path = folder / _NAME
         self.holder = replace(Holder.here(), generation=generation)
-        self._mine = folder / f".owner-{self.holder.token}"
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="run-directory-owner", daemon=True)
 
@@ -211,11 +210,7 @@ class Owner:
 
     def _take(self) -> None:
         waits = False
-        while True:
-            with _alone_on_this_machine(self._path.parent):
-                held = self._try()
-            if held is None:
-                return
+        while (held := self._try()) is not None:
             if not waits:
                 text = "%s is held by %s, which has given no sign of life for a while: waiting for one, or %.0f s"
                 _log.warning(text, self._path.parent, held, STALE_S)
@@ -224,66 +219,37 @@ class Owner:
 
     def _try(self) -> str | None:
         """Takes the lock; or returns who holds it, of whom nobody knows whether it lives."""
-        while not self._create():
-            try:
-                other = _parse(self._path)
-            except ValueError:
+        with _locked(self._path.parent):
+            while not self._create():
                 other, who = None, "a process whose name cannot be read"
-            else:
-                if other is None:
-                    continue
-                who = other.who
-            reason = self._why_dead(other)
-            if reason is not None:
+                with suppress(ValueError):
+                    if (other := _parse(self._path)) is None:
+                        continue
+                    who = other.who
+                reason = self._why_dead(other)
+                if reason is None and self._is_alive(other):
+                    raise _refusal(self._path, who)
+                if reason is None:
+                    return who
                 _log.warning("%s was held by %s, which %s: taken over", self._path.parent, who, reason)
-                self._remove(other)
-            elif self._is_alive(other):
-                raise _refusal(self._path, who)
-            else:
-                return who
+                self._path.unlink(missing_ok=True)
         return None
 
     def _create(self) -> bool:
         """Makes the lock; False if there is one."""
-        with self._mine.open("x") as file:
-            file.write(json.dumps(asdict(self.holder), indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
         try:
-            os.link(self._mine, self._path)
+            file = self._path.open("x")
         except FileExistsError:
             return False
-        except OSError:
-            if self._mine.stat().st_nlink == 2:  # noqa: PLR2004  NFS may lose the answer to a call that succeeded
-                return True
-            return self._create_exclusively()  # a file system without links
-        finally:
-            self._mine.unlink()
-        return True
-
-    def _create_exclusively(self) -> bool:
         try:
-            with self._path.open("x") as file:
+            with file:
                 file.write(json.dumps(asdict(self.holder), indent=2) + "\n")
-        except FileExistsError:
-            return False
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:  # no room for it
+            self._path.unlink()
+            raise
         return True
-
-    def _remove(self, judged: Holder | None) -> None:
-        """Removes the lock that was judged, and no other that may have come in its place since."""
-        aside = self._mine.with_suffix(".aside")
-        try:
-            self._path.rename(aside)
-        except FileNotFoundError:
-            return
-        try:
-            found = _parse(aside)
-        except ValueError:
-            found = None
-        if found != judged:
-            with suppress(OSError):
-                os.link(aside, self._path)
-        aside.unlink()
 
     def _why_dead(self, other: Holder | None) -> str | None:
         """None if it may live."""
@@ -307,13 +273,14 @@ class Owner:
 
     def _age(self) -> float:
         """Seconds since the lock was touched, by the clock of the file system that holds it."""
-        self._mine.touch()
+        now = self._path.with_name(f".owner-{self.holder.token}")
+        now.touch()
         try:
-            return self._mine.stat().st_mtime - self._path.stat().st_mtime
+            return now.stat().st_mtime - self._path.stat().st_mtime
         except FileNotFoundError:
             return 0.0
         finally:
-            self._mine.unlink()
+            now.unlink()
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -323,8 +290,8 @@ class Owner:
 
 
 @contextmanager
-def _alone_on_this_machine(folder: Path) -> Iterator[None]:
-    """One process at a time judges and takes over; where a file system knows no such lock, the links must do."""
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time judges and takes over, where the file system knows such locks."""
     descriptor = retried(lambda: os.open(folder, os.O_RDONLY))
     try:
         with suppress(OSError):

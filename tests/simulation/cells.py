@@ -630,7 +630,7 @@ def undisturbed(plan: Plan, size: int) -> Result:
         return _result(cell)
 
 
-_TEMPORARY = re.compile(r"(^|/)\.|\.tmp$|owner\.json$|\.aside$")
+_TEMPORARY = re.compile(r"(^|/)\.|\.tmp$|owner\.json$")
 
 
 def simulate(plan: Plan, attempts: Sequence[Attempt]) -> str:

@@ -8,11 +8,8 @@ import math
 import posixpath
 import random
 import re
-import resource
-import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -32,7 +29,7 @@ from distaccum.train.metrics.background import InThread, KeptCheckpoints
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.metrics.mlflow import MLflowLogger, ToldOnce, flat
-from distaccum.train.metrics.tensorboard import TensorBoardLogger, _EventFile
+from distaccum.train.metrics.tensorboard import TensorBoardLogger
 from distaccum.train.metrics.wandb import best_of, resolved, run_id
 from distaccum.train.metrics.wandb import main as upload
 from tests.support.commands import ROOT
@@ -301,52 +298,6 @@ def test_tensorboard_that_is_turned_on_later_has_what_was_before(tmp_path: Path)
     logger.log(_record(3))
     logger.close(failed=False)
     assert [step for step, _ in _scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3]
-
-
-@contextmanager
-def _limited(size: int) -> Iterator[None]:
-    """The kernel's limit on the size of files stands for a full disk: what passes it is cut, and then refused."""
-    before, unlimited = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        signal.signal(signal.SIGXFSZ, before)
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-def test_what_did_not_fit_on_the_disk_reaches_tensorboard_later(tmp_path: Path, *, resumes: bool) -> None:
-    records = [_record(window) for window in range(1, 6)]
-    first, folder = TensorBoardLogger(), tmp_path / "tensorboard"
-    first.begin(_info(tmp_path))
-    first.log(records[0])
-    (file,) = folder.iterdir()
-    size = file.stat().st_size
-    with _limited(size + 40):
-        with pytest.raises(OSError, match=re.escape(str(file))):
-            first.log(records[1])
-        first.log(records[2])  # is one failure, not two
-        assert file.stat().st_size == size
-        _write(tmp_path, records[:4])
-        if resumes:
-            with pytest.raises(OSError, match="too large"):
-                first.close(failed=True)
-    if resumes:
-        files = [folder / f"events.out.tfevents.100000000{i}.host.1" for i in range(4)]
-        file.rename(files[0])
-        _EventFile(tmp_path, 2).path.rename(files[1])  # of a process that had room for the beginning of a file alone
-        files[2].touch()  # that had none at all
-        files[3].write_bytes(b"\x03" + bytes(11) + b"xyz" + bytes(4))  # and damaged
-        last = TensorBoardLogger()
-        last.begin(_info(tmp_path, 4))
-    else:
-        last = first
-        last.sync()
-    last.log(records[4])
-    shown = _scalars(folder)["train/loss"]
-    assert shown == [(record["window"], float(np.float32(record["loss"]))) for record in records]
-    last.close(failed=False)
 
 
 # --------------------------------------------------------------------------------------------------- MLflow
