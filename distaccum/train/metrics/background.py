@@ -70,11 +70,6 @@ class KeptCheckpoints:
         rmtree(self._folder, ignore_errors=True)
 
 
-def is_wanted(log_checkpoints: str, *, best: bool) -> bool:
-    """Whether a checkpoint is one of ``none``, ``best`` or ``all``."""
-    return log_checkpoints == "all" or (log_checkpoints == "best" and best)
-
-
 def _is_same(path: Path, kept: Path) -> bool:
     try:
         return all(file.samefile(kept / name) for file, name in files_of(path))
@@ -163,20 +158,23 @@ class Tolerant(Logger):
 
 
 _LEAVING_S = 8.0
-SUFFIX = "-logger"  # of the threads' names
+_SUFFIX = " (logger)"  # of the threads' names
 
 
 class InThread(Logger):
     """Hands every call over, and returns at once; :meth:`close` waits for the thread, as long as it gets on.
 
+    What the logger raises is told once, and it is not called again.
+
     Args:
         name: in the messages.
-        logger: is called in the thread alone, and raises nothing.
+        logger: is called in the thread alone.
         timeout_s: without any progress, after which the thread is left behind.
         opening_s: the same, where not even :meth:`Logger.begin` has returned.
         remedy: for the message then.
         kept: holds the checkpoints until the logger has had them.
         log_checkpoints: which it is told of: ``none``, ``best`` or ``all``.
+        reads_later: what it is told of a checkpoint it reads later: it drops the files itself.
     """
 
     def __init__(
@@ -189,13 +187,14 @@ class InThread(Logger):
         remedy: str,
         kept: KeptCheckpoints,
         log_checkpoints: str,
+        reads_later: bool = False,
     ) -> None:
         self._name, self._logger, self._remedy = name, logger, remedy
         self._timeout, self._opening = timeout_s, opening_s
-        self._kept, self._log_checkpoints = kept, log_checkpoints
+        self._kept, self._log_checkpoints, self._reads_later = kept, log_checkpoints, reads_later
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done, self._ended = 0, Event()
-        Thread(target=self._work, name=f"{name.lower()}{SUFFIX}", daemon=True).start()
+        Thread(target=self._work, name=f"{name}{_SUFFIX}", daemon=True).start()
 
     def begin(self, run: RunInfo) -> None:
         """Hands it over, and the checkpoints that an earlier process had no time for."""
@@ -212,14 +211,17 @@ class InThread(Logger):
         self._calls.put(partial(self._logger.alert, title, text))
 
     def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
-        """Hands over links of its files.
-
-        Raises:
-            OSError: it cannot be linked.
-        """
-        if is_wanted(self._log_checkpoints, best=best):
+        """Hands over links of its files."""
+        wanted = self._log_checkpoints == "all" or (self._log_checkpoints == "best" and best)
+        if self._ended.is_set() or not wanted:
+            return
+        try:
             kept = self._kept.keep(path, step=step, best=best)
-            self._calls.put(partial(self._tell, kept, step, best=best))
+        except OSError as error:
+            text = "%s: the checkpoint of step %d cannot be kept for it (%s); it stays in %s"
+            _log.warning(text, self._name, step, error, path.parent)
+            return
+        self._calls.put(partial(self._tell, kept, step, best=best))
 
     def mark_preempted(self) -> None:
         """Hands it over; who is told to leave does not wait long."""
@@ -234,20 +236,26 @@ class InThread(Logger):
         while not self._ended.wait(timeout) and before < self._done:
             timeout, before = self._timeout, self._done
         if not self._ended.is_set():
-            text = "logger %s: still busy after %.0f s, and left behind; %s"
+            text = "%s: still busy after %.0f s, and left behind; %s"
             _log.warning(text, self._name, timeout, self._remedy)
 
     def _tell(self, kept: Path, step: int, *, best: bool) -> None:
         self._logger.checkpoint(kept, step=step, best=best)
-        rmtree(kept, ignore_errors=True)
+        if not self._reads_later:
+            rmtree(kept, ignore_errors=True)
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            self._done += 1
+        try:
+            while (call := self._calls.get()) is not None:
+                call()
+                self._done += 1
+        except Exception as error:  # whatever fails in there is no reason to lose a training run
+            _log.warning("%s: %s: %s; %s", self._name, type(error).__name__, error, self._remedy)
+            self._ended.set()
+            Event().wait()  # W&B's exit handlers would fail too, at length: see is_left_behind
         self._ended.set()
 
 
 def is_left_behind() -> bool:
     """Whether a logger's thread hung or failed: what it talks to may keep the process from ending."""
-    return any(thread.name.endswith(SUFFIX) for thread in enumerate_threads())
+    return any(thread.name.endswith(_SUFFIX) for thread in enumerate_threads())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
-from distaccum.config.metrics import MetricsConfig, MLflowConfig
+from distaccum.config.metrics import MetricsConfig, MLflowConfig, WandbConfig
 from distaccum.config.trainer import CheckpointConfig
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import InThread, KeptCheckpoints, Tolerant
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
 _SERVER_TIMEOUT_S = 10.0  # of one that has not answered yet
+_WANDB_TIMEOUT_S = 8.0
+_OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
 _UPLOAD_TIMEOUT_S = 600.0  # of one checkpoint
 
 
@@ -66,9 +68,7 @@ def build_loggers(
         others.append(console)
     wandb = resolved(metrics.wandb)
     if wandb.mode != "disabled":
-        from distaccum.train.metrics.wandb import WandbLogger  # noqa: PLC0415
-
-        others.append(WandbLogger(wandb, best=(checkpoint.best, checkpoint.best_mode)))
+        others.append(_wandb(wandb, run, (checkpoint.best, checkpoint.best_mode)))
     if metrics.tensorboard.enabled:
         from distaccum.train.metrics.tensorboard import TensorBoardLogger  # noqa: PLC0415
 
@@ -93,8 +93,8 @@ def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
         run_name=settings.run_name,
         tags=settings.tags,
     )
-    thread = InThread(
-        "mlflow",
+    return InThread(
+        "logger mlflow",
         Tolerant("mlflow", make),
         opening_s=_SERVER_TIMEOUT_S if is_server(settings.tracking_uri) else _MLFLOW_TIMEOUT_S,
         timeout_s=_MLFLOW_TIMEOUT_S if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S,
@@ -102,7 +102,24 @@ def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
         kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),
         log_checkpoints=settings.log_checkpoints,
     )
-    return Tolerant("mlflow", partial(_itself, thread))  # a checkpoint may be on a file system without links
+
+
+def _wandb(settings: WandbConfig, run: RunInfo, best: tuple[str | None, str]) -> Logger:
+    from distaccum.train.metrics.wandb import WandbLogger, remedy_of  # noqa: PLC0415
+
+    timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _WANDB_TIMEOUT_S
+    timeout = timeout if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S
+    kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
+    return InThread(
+        "Weights & Biases",
+        WandbLogger(settings, kept, best=best),
+        opening_s=timeout,
+        timeout_s=timeout,
+        remedy=remedy_of(run.folder),
+        kept=kept,
+        log_checkpoints=settings.log_checkpoints,
+        reads_later=True,
+    )
 
 
 def _itself(logger: Logger) -> Logger:

@@ -163,14 +163,12 @@ class JsonlLogger(Logger):
             self._file.close()
 
 
-def records_of(path: Path, size: int | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, or of its first ``size`` bytes, without lines that are none."""
-    if size == 0 or not path.exists():
+def records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, without lines that are none."""
+    if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
-            if size is not None and file.tell() > size:
-                return
             with suppress(ValueError, TypeError):  # cut short, or damaged
                 yield dict(json.loads(line))
 

@@ -14,15 +14,13 @@ import errno
 import json
 import logging
 import os
-import queue
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from distaccum import program
@@ -30,7 +28,7 @@ from distaccum.config.checks import require_choice
 from distaccum.config.metrics import WANDB_CONSOLES, WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
-from distaccum.train.metrics.background import SUFFIX, KeptCheckpoints, files_of, is_wanted
+from distaccum.train.metrics.background import KeptCheckpoints, files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
@@ -69,6 +67,11 @@ def resolved(settings: WandbConfig, environment: Mapping[str, str] = os.environ)
     )
 
 
+def remedy_of(folder: Path) -> str:
+    """What to do about a run that W&B has not got."""
+    return f"metrics.jsonl has every record: distaccum wandb-upload {folder} makes a W&B run of it"
+
+
 def run_id(environment: Mapping[str, str] = os.environ) -> str:
     """The id of a new run: ``WANDB_RUN_ID``, as a sweep's agent gives one, or random letters."""
     return environment.get("WANDB_RUN_ID") or token_hex(4)
@@ -76,108 +79,72 @@ def run_id(environment: Mapping[str, str] = os.environ) -> str:
 
 _log = logging.getLogger(__name__)
 
-_THREAD = f"wandb{SUFFIX}"
 _GIVEN = ("mode", "project", "entity", "name", "group", "job_type", "notes", "tags")  # to wandb.init as they are
-_CLOSE_TIMEOUT_S = 8.0
-_OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
-_UPLOAD_TIMEOUT_S = 600.0  # of a run that logs checkpoints, and is not told to leave
 _INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
 
 
 class WandbLogger(Logger):
-    """Sends records to a W&B run. After a failure it warns once, and the rest of the run is not sent.
+    """Sends records to a W&B run; for :class:`~distaccum.train.metrics.background.InThread`, as it may take long.
 
     Args:
         settings: with ``mode``, ``project`` and ``console`` decided: see :func:`resolved`.
+        kept: has the checkpoints that it is told of; W&B reads them where they are.
         best: the result of an evaluation that names the best checkpoint, and ``min`` or ``max``.
     """
 
-    def __init__(self, settings: WandbConfig, *, best: tuple[str | None, str] = (None, "min")) -> None:
+    def __init__(
+        self, settings: WandbConfig, kept: KeptCheckpoints, *, best: tuple[str | None, str] = (None, "min")
+    ) -> None:
         self._given = {name: getattr(settings, name) for name in _GIVEN}
         self._dir, self._console, self._save_code = settings.dir, settings.console, settings.save_code
-        self._log_checkpoints, self._best = settings.log_checkpoints, best
-        self._exit_code, self._preempted, self._sent = 0, False, 0
-        self._ended = Event()
-        self._items: queue.SimpleQueue[Record | tuple[str, str] | _Checkpoint | None] = queue.SimpleQueue()
-        self._thread = Thread(target=self._work, name=_THREAD, daemon=True)
+        self._kept, self._best, self._preempted, self._has_room = kept, best, False, True
 
     def begin(self, run: RunInfo) -> None:
-        """Starts the thread; what is in ``metrics.jsonl`` by now is of the processes before."""
-        self._info, self._metrics = run, run.folder / "metrics.jsonl"
-        self._before = self._metrics.stat().st_size if self._metrics.exists() else 0
+        """Opens the W&B run, and sends what it has not got of the processes before."""
+        self._info = run
+        self._remedy = remedy_of(run.folder)
         self._folder = Path(self._dir) if self._dir else run.folder
-        self._kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
-        self._thread.start()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._is_full():  # W&B would print a traceback for each line of its log, and keep nothing
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+        self._run = self._open()
+        self._sender = Sender(self._run, self._best)
+        # The next step; 0 offline. Before the first record one of the two knows it, by W&B's version.
+        self._has_until = max(self._run.step, getattr(self._run, "starting_step", 0))
+        before = False
+        for record in records_of(run.folder / "metrics.jsonl"):
+            if record["window"] <= run.window:
+                before = True
+                self._send(record)
+        if self._has_until > run.window + 1 and not before:
+            text = (
+                f"the run {self._run.id} has {self._has_until} steps already, and takes none of this run's up to there"
+            )
+            _warn(f"{text}; {self._remedy}")
+        self._supersede(Path(self._run.dir).parent)
 
     def log(self, record: Record) -> None:
-        """Hands the record over; returns at once."""
-        self._items.put(dict(record))
+        """Sends the record."""
+        self._send(record)
+        self._note_room()
 
     def alert(self, title: str, text: str) -> None:
-        """Sends an alert, which W&B passes on by mail or message; returns at once."""
-        self._items.put((title, text))
-
-    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
-        """Hands over links of its files, which W&B uploads as an artifact; returns at once."""
-        if self._ended.is_set() or not is_wanted(self._log_checkpoints, best=best):
-            return
-        try:
-            self._items.put(_Checkpoint(self._kept.keep(path, step=step, best=best), step, best))
-        except OSError as error:
-            _warn(f"the checkpoint of step {step} cannot be kept for it ({error}); it stays in {path.parent}")
+        """Sends an alert, which W&B passes on by mail or message."""
+        self._run.alert(title, text, level="WARN")
 
     def mark_preempted(self) -> None:
         """Marks the run as preempted, which W&B shows until the next process resumes it."""
         self._preempted = True
 
     def close(self, *, failed: bool) -> None:
-        """Waits a few seconds for the records to be written."""
-        self._exit_code = int(failed or self._preempted)  # W&B takes one that ends with 0 for finished
-        self._items.put(None)
-        before, uploads = self._sent, self._log_checkpoints != "none" and not self._preempted
-        offline = self._given["mode"] == "offline" and not self._preempted
-        patience = _UPLOAD_TIMEOUT_S if uploads else _OFFLINE_TIMEOUT_S if offline else _CLOSE_TIMEOUT_S
-        while not self._ended.wait(patience) and before < self._sent:
-            before = self._sent
-        if not self._ended.is_set():
-            _warn(f"still busy after {patience:.0f} s, and left behind; {self._remedy}")
-
-    @property
-    def _remedy(self) -> str:
-        return f"metrics.jsonl has every record: distaccum wandb-upload {self._info.folder} makes a W&B run of it"
-
-    def _work(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._require_room()
-            run = self._open()
-            sender = Sender(run, self._best)
-            # The next step; 0 offline. Before the first record one of the two knows it, by W&B's version.
-            has_until = max(run.step, getattr(run, "starting_step", 0))
-            self._catch_up(run, sender, has_until)
-            has_room = True
-            while (item := self._items.get()) is not None:
-                if isinstance(item, _Checkpoint):
-                    self._make_artifact(run, item)
-                elif isinstance(item, tuple):
-                    run.alert(*item, level="WARN")
-                else:
-                    self._send(sender, item, has_until)
-                if has_room and not self._has_room():
-                    has_room = self._warn_of_disk()
-            if self._preempted:
-                run.mark_preempting()
-            run.finish(exit_code=self._exit_code)
-            if self._given["mode"] == "online":
-                self._kept.drop()
-            if has_room and not self._has_room():
-                self._warn_of_disk()
-        except Exception as error:  # whatever fails in there is no reason to lose a training run
-            _warn(f"{type(error).__name__}: {error}; {self._remedy}")
-            self._ended.set()
-            Event().wait()  # W&B's exit handlers would fail too, at length: see is_left_behind
-        self._ended.set()
+        """Ends the W&B run, which takes one that ends with 0 for finished."""
+        if self._preempted:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=int(failed or self._preempted))
+        if self._given["mode"] == "online":
+            self._kept.drop()
+        self._note_room()
 
     def _open(self) -> Run:
         import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
@@ -202,36 +169,22 @@ class WandbLogger(Logger):
             run.log_code(str(Path.cwd()), exclude_fn=_is_no_code)
         return run
 
-    def _catch_up(self, run: Run, sender: Sender, has_until: int) -> None:
-        """Sends what W&B has not got of the processes before."""
-        if has_until > self._info.window + 1 and not self._before:
-            text = f"the run {run.id} has {has_until} steps already, and takes none of this run's up to there"
-            _warn(f"{text}; {self._remedy}")
-        for record in records_of(self._metrics, self._before):
-            self._send(sender, record, has_until)
-        for kept, step, best in self._kept.all(until=self._info.step):
-            self._make_artifact(run, _Checkpoint(kept, step, best))
-        self._supersede(Path(run.dir).parent)
+    def _send(self, record: Record) -> None:
+        if record["window"] >= self._has_until:
+            self._sender.send(record)
 
-    def _send(self, sender: Sender, record: Record, has_until: int) -> None:
-        if record.get("window", has_until) >= has_until:
-            sender.send(record)
-        self._sent += 1
-
-    def _make_artifact(self, run: Run, item: _Checkpoint) -> None:
-        """Makes an artifact of the linked files: W&B reads them where they are."""
+    def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
+        """Makes an artifact of the files: W&B reads them where they are."""
         import wandb  # noqa: PLC0415
 
-        artifact = wandb.Artifact(f"checkpoint-{run.id}", type="model", metadata={"step": item.step})
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata={"step": step})
         try:
-            for file, name in files_of(item.kept):
+            for file, name in files_of(path):
                 artifact.add_file(str(file), name=name, policy="immutable", skip_cache=True)
         except (OSError, ValueError) as error:
-            _warn(f"the checkpoint of step {item.step} cannot be read ({error}), and is not logged")
+            _warn(f"the checkpoint of step {step} cannot be read ({error}), and is not logged")
             return
-        aliases = ["latest", f"step-{item.step}", *(["best"] if item.best else [])]
-        run.log_artifact(artifact, aliases=aliases)
-        self._sent += 1
+        self._run.log_artifact(artifact, aliases=["latest", f"step-{step}", *(["best"] if best else [])])
 
     def _supersede(self, current: Path) -> None:
         """Puts earlier offline folders of this run aside: the present one has their records."""
@@ -242,27 +195,16 @@ class WandbLogger(Logger):
                     aside.mkdir(exist_ok=True)
                     folder.rename(aside / folder.name)
 
-    def _has_room(self) -> bool:
-        """Whether its disk can take more: W&B itself loses in silence what does not fit."""
+    def _is_full(self) -> bool:
+        """Whether its disk can take no more: W&B itself loses in silence what does not fit."""
         own = self._folder / "wandb"  # it may be a disk of its own
         found = os.statvfs(own if own.is_dir() else self._folder)
-        return found.f_bavail * found.f_frsize >= _ROOM
+        return found.f_bavail * found.f_frsize < _ROOM
 
-    def _require_room(self) -> None:
-        """Before W&B begins, which would print a traceback for each line of its log, and keep nothing."""
-        if not self._has_room():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
-
-    def _warn_of_disk(self) -> bool:
-        _warn(f"the disk of its folder is full, and W&B does not say what it loses; {self._remedy}")
-        return False
-
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    kept: Path
-    step: int
-    best: bool
+    def _note_room(self) -> None:
+        if self._has_room and self._is_full():
+            self._has_room = False
+            _warn(f"the disk of its folder is full, and W&B does not say what it loses; {self._remedy}")
 
 
 class Sender:
@@ -377,7 +319,8 @@ def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) ->
     import wandb  # noqa: PLC0415
 
     path = run_dir / "metrics.jsonl"
-    size, config = path.stat().st_size, _saved_config(run_dir)
+    path.stat()  # or there are no records to send
+    config = _saved_config(run_dir)
     about = config.get("metrics", {}).get("wandb", {})
     checkpoint = config.get("checkpoint", {})
     texts = {key: about.get(key) for key in ("entity", "name", "job_type", "notes", "tags", "group")}
@@ -392,7 +335,7 @@ def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) ->
         settings=wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S, x_disable_meta=True),
     ) as run:
         sender = Sender(run, (checkpoint.get("best"), checkpoint.get("best_mode", "min")))
-        for record in records_of(path, size):
+        for record in records_of(path):
             sender.send(record)
             number += 1
     return number
