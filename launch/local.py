@@ -32,7 +32,7 @@ with without_garbage_collection():
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.live_line import erasing_streams
-    from distaccum.train.memory_note import noted_for_launcher
+    from distaccum.train.micro_batch import noted_for_launcher
     from distaccum.train.owner import read_holder
     from distaccum.train.peers import UNSEEN
     from distaccum.train.run_dir import RunDir

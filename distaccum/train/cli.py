@@ -52,8 +52,7 @@ from distaccum.precision.selection import describe
 from distaccum.program import outlive_output
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
-from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
-from distaccum.train.hang import watched_start
+from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
 from distaccum.train.metrics.background import is_left_behind
 from distaccum.train.run import Launch, RunResult, prepare, run
 from distaccum.train.run_dir import RunDir

@@ -46,9 +46,8 @@ from distaccum.train.generation import Prompts
 from distaccum.train.generation import prepare as prepare_texts
 from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes
+from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers, group_sizes
 from distaccum.train.schedules import Constant
-from distaccum.train.torch_schedule import TorchSchedule
 
 _log = logging.getLogger(__name__)
 

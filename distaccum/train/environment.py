@@ -23,7 +23,7 @@ from distaccum.checkpoint.files import ABSENT, retried, write_json
 from distaccum.config.engine import ENGINES
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.train.memory_note import ended_by_memory
+from distaccum.train.micro_batch import ended_by_memory
 from distaccum.train.run_dir import RunDir, State
 
 # Ends a job that is started again and again by a machine and fails each time before it gets further.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.accumulation.two_pass import gather
+from distaccum.config.schema import RunConfig
 from distaccum.data.batches import to_device
 from distaccum.data.counter import exact_sums, joined
 from distaccum.data.cutting import cut
@@ -30,6 +31,11 @@ from distaccum.losses.normalize import SINGLE, as_counts
 _log = logging.getLogger(__name__)
 _Found = tuple[Mapping[str, Tensor], Sequence[Any], Sequence[Any]]  # scores, predictions, representations
 _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean misses it
+
+
+def evaluates(data: DataSpec, config: RunConfig) -> bool:
+    """Whether the run makes evaluations."""
+    return bool(data.held_out) and config.trainer.eval_every > 0
 
 
 class EvaluationMetric(Protocol):

@@ -19,7 +19,7 @@ from distaccum.data.spec import DataSpec, Tokenizer
 from distaccum.distributed.random import RNGState, keys_of
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
-from distaccum.train.held_out_checks import evaluates
+from distaccum.train.evaluate import evaluates
 from distaccum.train.metrics.loggers import TEXTS
 
 _KEY = "eval.samples"

@@ -22,7 +22,7 @@ from time import monotonic
 from types import TracebackType
 
 from distaccum.distributed.watchdog import crash_of
-from distaccum.train.hang import apart
+from distaccum.train.failure import apart
 from distaccum.train.owner import Machine, process_start
 from distaccum.train.run_dir import RunDir
 

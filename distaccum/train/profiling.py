@@ -19,7 +19,7 @@ from distaccum.config.trainer import ProfileConfig
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.train.part import Part
+from distaccum.train.parts.base import Part
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -42,17 +42,20 @@ from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.environment import is_restart, job_of_kubernetes, note_environment, note_start, refuse_crash_loop
-from distaccum.train.failure import follows_from_another_rank, note_failure, reason_of
-from distaccum.train.hang import group_timeout, watchdog
+from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
 from distaccum.train.loop import Loop, TrainingRun
-from distaccum.train.memory_note import memory_noted
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb import run_id
 from distaccum.train.metrics.windows import WindowRecorder
-from distaccum.train.micro_batch import find_micro_batch, hardware_of
+from distaccum.train.micro_batch import find_micro_batch, hardware_of, memory_noted
 from distaccum.train.owner import refuse_if_held
-from distaccum.train.part import LossScaleAlert, Part
+from distaccum.train.parts.base import Called, LossScaleAlert, Part
+from distaccum.train.parts.checkpoints import Checkpoints
+from distaccum.train.parts.evaluations import Evaluations
+from distaccum.train.parts.records import Records, SkipRecords
+from distaccum.train.parts.rollback import RollBack
+from distaccum.train.parts.time_limit import TimeLimit
 from distaccum.train.peers import Peers
 from distaccum.train.profiling import Profiler
 from distaccum.train.resume import find_checkpoint
@@ -61,7 +64,6 @@ from distaccum.train.run_log import RunLog
 from distaccum.train.screen import Screen, open_screen
 from distaccum.train.session import Restored, Session
 from distaccum.train.summary import ModuleRow, not_finite, print_header, print_summary, print_taken_over, summarize
-from distaccum.train.time_limit import TimeLimit
 
 _log = logging.getLogger(__name__)
 
@@ -367,7 +369,7 @@ def train(
             enter_phase=enter_phase,
             screen=screen,
         )
-        loop = session.loop(run, _open_parts(run, screen.console, closing))
+        loop = session.loop(run, open_parts(run, screen.console, closing))
         screen.follow(loop, run.utilization)
         generators.restore()  # modules that were imported for the header and the loggers may have drawn
         session.enter(run.accumulator, screen.console)
@@ -442,8 +444,9 @@ def prepare_run(
         wandb_id=wandb_id,
         logged=restore.logged,
         utilization=utilization,
+        began=began,
+        saved_step=session.saved_step,
         saved_ago_s=session.saved_ago_s(run_dir, began),
-        time_limit=_time_limit(components, began),
     )
     return run, generators
 
@@ -544,29 +547,42 @@ def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:
     )
 
 
-def _time_limit(components: TrainingComponents, began: float) -> TimeLimit:
-    key, stated = "trainer.max_time", components.config.trainer.max_time
-    max_time = None if stated is None else seconds_of(key, stated)
-    return TimeLimit(max_time, began=began, parameters=components.parameters)
+def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]:
+    """All that a run does beside training, in its order; files stay open until ``closing``.
 
-
-def _open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]:
-    """What stands beside the loop, in its order; files stay open until ``closing``."""
+    A window's own record is the first. A callback's average has the update before it is evaluated; the record of an
+    update comes before its checkpoint, so that a run which dies between the two makes no update again. The time of all
+    that is the time limit's to count, and a profile's window ends last.
+    """
     components, engine, world = run.components, run.accumulator.engine, run.accumulator.world
-    parts: list[Part] = [LossScaleAlert()]
-    if components.config.metrics.windows:
+    config, found = components.config, list[Part]()
+    if config.metrics.windows:
         file = run.run_dir.windows if world.is_main else None
         numbered = is_map_style(components.data.train)
         recorder = WindowRecorder(engine, components.optimizers, world, file=file, numbered=numbered)
         closing.callback(recorder.close)
-        parts.insert(0, recorder)
-    if components.config.profile.steps is not None:
+        found.append(recorder)
+    stated = config.trainer.max_time
+    max_time = None if stated is None else seconds_of("trainer.max_time", stated)
+    time_limit = TimeLimit(max_time, began=run.began, parameters=components.parameters)
+    records, checkpoints = Records(run), Checkpoints(run, time_limit)
+    found += [
+        LossScaleAlert(engine.facts.min_loss_scale),
+        SkipRecords(records),
+        *(Called(callback, components.optimizers) for callback in components.callbacks),
+        records,
+        Evaluations(run),
+        checkpoints,
+    ]
+    if config.trainer.on_spike == ROLLBACK:
+        found.append(RollBack(run, checkpoints))
+    found.append(time_limit)
+    if config.profile.steps is not None:
         folder, communicates = run.run_dir.path / "profile", engine.facts.forward_communicates
-        profile = components.config.profile
-        profiler = Profiler(profile, world, folder, forward_communicates=communicates, console=console)
+        profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
         closing.callback(profiler.close)
-        parts.append(profiler)
-    return parts
+        found.append(profiler)
+    return found
 
 
 def _end(

@@ -14,7 +14,7 @@ from distaccum.distributed.world import World
 from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.part import Part
+from distaccum.train.parts.base import Part
 from distaccum.train.resume import Restore
 from distaccum.train.run_dir import RunDir
 
@@ -84,6 +84,8 @@ class Session:
     """The updates that are known to be done, before anything is restored."""
     is_first = True
     """Whether no group has trained this run before in these processes."""
+    saved_step: int | None = None
+    """Of the newest checkpoint of this run; None: that of ``saved``."""
     closes_alone = False
     """Whether other ranks may be gone by the end."""
 

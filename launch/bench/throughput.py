@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -31,9 +32,8 @@ from distaccum.engines.modules import HostCopy
 from distaccum.testing.counters import OperationCounter
 from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop, TrainingRun
-from distaccum.train.run import build_accumulator
+from distaccum.train.run import build_accumulator, open_parts
 from distaccum.train.run_dir import RunDir
-from distaccum.train.time_limit import TimeLimit
 from distaccum.verification import replicas
 from launch.bench.variant import Step, Variant, handwritten_ddp, loader_of
 
@@ -98,9 +98,9 @@ def with_trainer(components: TrainingComponents, world: World, *, folder: Path) 
         store=CheckpointStore(run_dir.checkpoints, keep=0),
         loggers=(),
         wandb_id="",
-        time_limit=TimeLimit(None, began=0.0, parameters=components.parameters),
+        began=0.0,
     )
-    loop = Loop(run)
+    loop = Loop(run, open_parts(run, None, ExitStack()))
     windows = chain.from_iterable(accumulator.windows(loader) for _ in count())
 
     def step() -> None:  # what Loop.fit does with each window

@@ -325,7 +325,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 f"{LESS}a_sharded_run_goes_on_with_less[engine=fsdp2]",
                 "each rank cuts what it has found too large itself",
                 (
-                    "train/memory_note.py",
+                    "train/micro_batch.py",
                     "for shape in json.loads(world.broadcast_str(json.dumps(shapes)))]",
                     "for shape in json.loads(world.broadcast_str(json.dumps(shapes))) if world.is_main]",
                 ),

@@ -39,9 +39,9 @@ from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.train import run as run_module
-from distaccum.train import saving
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.coordination import JobRejectedError
+from distaccum.train.parts import checkpoints
 from distaccum.train.run import RunResult, run
 from distaccum.train.run_dir import RunDir
 from tests.simulation.disk import Call, CrashedError, Disk, Job
@@ -594,7 +594,7 @@ def open_cell(plan: Plan) -> Iterator[Cell]:
         with (
             cell.disk.installed(),
             patch.object(run_module, "_git_commit", lambda: None),
-            patch.object(saving, "_RESCUE_S", 1.0),  # for ranks that have gone
+            patch.object(checkpoints, "_RESCUE_S", 1.0),  # for ranks that have gone
         ):
             yield cell
 

@@ -20,6 +20,7 @@ from distaccum.train.loop import Loop
 from distaccum.train.metrics import loggers
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.owner import Owner
+from distaccum.train.parts.records import Records
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.saving import BackgroundSave, HostMemory, Written
 from tests.simulation.cells import (
@@ -125,11 +126,11 @@ def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
 
 
 def _done_too_early(patch: pytest.MonkeyPatch) -> None:
-    def write(self: Loop) -> None:
-        if self._world.is_main and self.progress.step:
-            self._run_dir.write_status(State.DONE, step=self.progress.step)
+    def write(self: Records, run: Loop) -> None:
+        if self._accumulator.world.is_main and run.progress.step:
+            self._run_dir.write_status(State.DONE, step=run.progress.step)
 
-    patch.setattr(Loop, "_write_status", write)
+    patch.setattr(Records, "write_status", write)
 
 
 def _never_rewinds(patch: pytest.MonkeyPatch) -> None:

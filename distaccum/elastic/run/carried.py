@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
-from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.state import RunState
 from distaccum.data.plan.units import Deal
 from distaccum.data.window import Window
@@ -19,43 +18,24 @@ from distaccum.elastic.group.views import Report
 from distaccum.engines.base import EngineState
 from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import DistaccumError
+from distaccum.train.parts.base import Done
 
-STAGES = 4
-"""After a window's step: nothing is told yet; callbacks are; it is logged; all that was due is done.
-
-A window that was skipped is logged before callbacks are told.
-"""
-
-
-_CALLS = 1024  # more than a run has callbacks
-PER_WINDOW = STAGES * _CALLS
-"""Positions from one window to the next: within a stage, of how many callbacks a hook was called."""
+_PARTS = 1024  # more than a run has parts
+PER_WINDOW = _PARTS * _PARTS
+"""Positions from one window to the next: the part that does what a window is owed, and one that is called by that."""
 
 NOT_BEGUN = 0
 """The position of a member that was started with the run, and has not come to its first window."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tail:
-    """What a window is still owed: its record, evaluation, checkpoint; ``stage`` of ``STAGES``."""
+def plain(done: Done, lr: float) -> Done:
+    """A window that has run, without its batches; with this rate, unless its own is known."""
+    window = done.window
+    kept = Window(epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0)
+    return replace(done, window=kept, lr=lr if done.lr is None else done.lr)
 
-    window: Window
-    outcome: Outcome
-    lr: float
-    stage: int = 0
 
-    @property
-    def of(self) -> tuple[Window, Outcome]:
-        """The window, and how it went."""
-        return self.window, self.outcome
-
-    @classmethod
-    def after(cls, window: Window, outcome: Outcome, lr: float, stage: int = 0) -> Tail:
-        """What is owed to a window that has run with this rate; it is kept without its batches."""
-        plain = Window(
-            epoch=window.epoch, samples=window.samples, counts=window.counts, micro_batches=(), data_wait_s=0.0
-        )
-        return cls(window=plain, outcome=outcome, lr=lr, stage=stage)
+NO_STATE = EngineState(model={}, optimizer={}, optimizer_values={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,29 +80,28 @@ class Carried:
     """The state of a run after a window, on one rank.
 
     ``record`` is the last one, which rank 0 may not have written before it was lost; ``stop`` is why the run is to end,
-    and ``ends`` the error that it ends with. ``unlogged`` is the last update, where its record was not due. ``called``
-    is the hook that callbacks were being called by, and of how many it was; ``telling`` the evaluation that they were
-    told. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``. ``counted`` is
-    what batches count, by name. ``stopping`` says that all ranks know that one has asked to stop, or to leave; that one
-    alone may know why.
+    and ``ends`` the error that it ends with. ``owed`` is a window to which not all is done yet; ``told`` says of each
+    method that the run's parts were being called by how many had ended. ``unlogged`` is the last update, where its
+    record was not due. ``shares`` is what this rank has of a state that is sharded, which is then not in ``engine``.
+    ``counted`` is what batches count, by name. ``stopping`` says that all ranks know that one has asked to stop, or to
+    leave; that one alone may know why.
     """
 
     run: RunState
-    engine: EngineState
-    shares: Shares | None = None
-    average: Mapping[str, Tensor] | None
-    tail: Tail | None
     saved_step: int
     evaluation: tuple[int, dict[str, float]] | None
     verified: bool
+    engine: EngineState = NO_STATE
+    shares: Shares | None = None
+    average: Mapping[str, Tensor] | None = None
     record: Mapping[str, Any] | None = None
     stop: str = ""
     stopping: bool = False
     counted: Sequence[str] = ()
     ends: DistaccumError | None = None
-    unlogged: Tail | None = None
-    called: tuple[str, int] = ("", 0)
-    telling: tuple[int, dict[str, float]] | None = None
+    owed: Done | None = None
+    told: Mapping[str, int] = field(default_factory=dict)
+    unlogged: Done | None = None
     skips_in_a_row: int = 0
     random: RNGState | None = None
     begun: Begun | None = None
@@ -130,8 +109,15 @@ class Carried:
     @property
     def position(self) -> int:
         """How far the run has come here."""
-        stage = STAGES - 1 if self.tail is None else self.tail.stage
-        return self.run.progress.window * PER_WINDOW + stage * _CALLS + self.called[1]
+        after, within = _PARTS - 1, 0
+        for name, ended in self.told.items():
+            if name in ("on_update", "on_skip"):
+                after = ended
+            else:
+                within = ended
+        if self.owed is not None and not self.told.keys() & {"on_update", "on_skip"}:
+            after = 0
+        return self.run.progress.window * PER_WINDOW + after * _PARTS + within
 
     def report(self, member: str) -> Report:
         """What the other members are told."""

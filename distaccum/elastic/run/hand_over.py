@@ -19,7 +19,7 @@ from distaccum.distributed.world import World
 from distaccum.elastic.engine.message import digest_of, from_message, to_message
 from distaccum.elastic.engine.shares import Share, Shares
 from distaccum.elastic.group.views import Report, View, shares_of, source_of
-from distaccum.elastic.run.carried import AVERAGE, NOT_BEGUN, PER_WINDOW, TORN, Carried
+from distaccum.elastic.run.carried import AVERAGE, NO_STATE, NOT_BEGUN, PER_WINDOW, TORN, Carried
 from distaccum.engines.base import EngineState
 from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import PeerError
@@ -57,7 +57,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
         return Begin()
     own = carried if world.rank == source else None
     shares = None if own is None or own.shares is None else Shares(now=Share())
-    plain = None if own is None else replace(own, engine=_nothing, shares=shares, average=None, random=None, begun=None)
+    plain = None if own is None else replace(own, engine=NO_STATE, shares=shares, average=None, random=None, begun=None)
     averages = reports[view.members[source]].note.get(AVERAGE, False)  # each callback has a part in it
     lacks = [
         name
@@ -131,9 +131,6 @@ def _again(view: View, reports: Mapping[str, Report]) -> Again | None:
     held, computed = tuple(share.held for share in shares), tuple(share.blocks for share in shares)
     deal = SecondDeal(note["units"], note["blocks"], len(view.members), held, computed)
     return Again(epoch=note["epoch"], window=note["window"], deal=deal, counts=note["counts"])
-
-
-_nothing = EngineState(model={}, optimizer={}, optimizer_values={})
 
 
 def _packed(carried: Carried) -> Tensor:

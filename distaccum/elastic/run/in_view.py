@@ -22,7 +22,7 @@ from distaccum.elastic.run.restore import RestoreCarried
 from distaccum.train.components import TrainingComponents
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.part import Part
+from distaccum.train.parts.base import Part
 from distaccum.train.run_dir import RunDir
 from distaccum.train.session import Rank0Resources, Restored, Session
 
@@ -65,6 +65,7 @@ class InView(Session):
         self._changes, self._first_to, self._note = changes, first_to, note
         self._before = begin.carried
         self.step = 0 if self._before is None else self._before.run.progress.step
+        self.saved_step = None if self._before is None else self._before.saved_step
         self.is_first = self._before is None
 
     def restore(self, components: TrainingComponents, world: World) -> Restored:

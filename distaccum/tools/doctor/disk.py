@@ -26,7 +26,7 @@ _MOST, _FOR_S, _BLOCK = 2**28, 2.0, 2**22
 _SYNCS, _RENAMES = 9, 200
 # Two checkpoints of the smallest GPT-2 (124M parameters, 12 bytes each): a new one is written before an old one goes.
 _FREE_WANTED = 3 * 2**30
-# What a time limit reckons with before the first save (train/time_limit.py).
+# What a time limit reckons with before the first save (train/parts/time_limit.py).
 _RATE_WANTED = 100e6
 _INODES_WANTED = 1000
 _SYNC_WANTED_S = 0.1  # each file of a checkpoint is synced, and each folder

@@ -23,7 +23,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import HostCopy, trained
 from distaccum.train.metrics.loggers import JsonlLogger
-from distaccum.train.part import Part
+from distaccum.train.parts.base import Done, Part
 
 if TYPE_CHECKING:
     from distaccum.train.loop import Loop
@@ -101,7 +101,7 @@ class WindowRecorder(Part):
         self._ran = _Ran(held=self._held, window=window, outcome=outcome, numbers=HostCopy(found), lr=lr)
         self._held = None
 
-    def on_outcome(self, run: Loop, _: Outcome) -> None:
+    def on_update(self, run: Loop, done: Done) -> None:
         """Writes the line of the window, if there is one; a collective then."""
         if self._ran is None:
             return
@@ -110,6 +110,8 @@ class WindowRecorder(Part):
         before, activity.phase = activity.phase, Phase.RECORD
         self._write(ran, run.known_progress)  # windows that count nothing may have followed it
         activity.phase = before
+
+    on_skip = on_update
 
     def _write(self, ran: _Ran, progress: Progress) -> None:
         held, outcome, step = ran.held, ran.outcome, ran.outcome.step

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from distaccum import DataSpec, RunConfig
-from distaccum.accumulation import tracker
+from distaccum.accumulation import diagnose
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.tracker import ProgressTracker
@@ -256,7 +256,7 @@ def test_callbacks_before_one_in_which_a_rank_is_lost_are_told_once(tmp_path: Pa
 def test_a_gradient_that_ends_the_run_does_so_when_a_rank_is_lost_over_its_explanation(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = _leave_in(tracker, name, monkeypatch)
+    calls = _leave_in(diagnose, name, monkeypatch)
     told = Told()
     with pytest.raises(NonFiniteError, match="the gradient of window 5 is NaN or infinite"):
         _fit(tmp_path / "run", told, bad=(5,))
@@ -419,16 +419,16 @@ def test_a_stop_stays_though_the_rank_is_lost_that_asked(
     heard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one rank alone knows goes with it; where nobody has ``heard`` its reason the run may have been preempted."""
-    take_reasons = Loop._take_reasons
+    take_reasons = Loop.agree_on_the_end
 
     def take(loop: Loop) -> None:
         if heard:
             take_reasons(loop)
-        loop._reason = ""
-        monkeypatch.setattr(Loop, "_take_reasons", take_reasons)
+        loop.reason = ""
+        monkeypatch.setattr(Loop, "agree_on_the_end", take_reasons)
         _leave()
 
-    monkeypatch.setattr(Loop, "_take_reasons", take)
+    monkeypatch.setattr(Loop, "agree_on_the_end", take)
     program = Program(settings={"checkpoint": {"every": 100}})
     member = _fit(tmp_path / "run", Told(6, lambda run: run.stop("enough")), program=program)
     assert member.views == 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
-from distaccum.train.held_out_checks import check_results
+from distaccum.train.checks import check_results
 
 DATA = [(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]
 SCORES = [5.0, 2.0, 3.0, float("nan"), 4.0, 1.5, 9.0]  # of the evaluations, one after each update

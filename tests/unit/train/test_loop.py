@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig
 from distaccum.data.factory import build_loader
+from distaccum.data.spec import DataSpec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
+from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.part import Part
-from distaccum.train.run import build_accumulator, run
+from distaccum.train.parts.base import Part
+from distaccum.train.run import build_accumulator, open_parts, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.time_limit import TimeLimit
 
 
 class Ignored:
@@ -56,10 +60,15 @@ class Collected(Logger):
 def _components(
     counting: list[int], *, global_batch_size: int = 1, resume: str = "never", **limits: object
 ) -> TrainingComponents:
-    node = {
-        "resume": resume,
-        "batch": {"global_size": global_batch_size, "micro_size": 1},
-        "data": {"_target_": f"{__name__}.Ignored", "counting": counting},
+    node = _node({"_target_": f"{__name__}.Ignored", "counting": counting}, **limits)
+    node |= {"resume": resume, "batch": {"global_size": global_batch_size, "micro_size": 1}}
+    return components_from_config(RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
+
+
+def _node(data: dict[str, Any], **limits: object) -> dict[str, Any]:
+    return {
+        "batch": {"global_size": 1, "micro_size": 1},
+        "data": data,
         "model": {"_target_": "distaccum.models.cnn.CNN", "channels": 2, "classes": 3},
         "loss": {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"},
         "optim": {"optimizer": {"_target_": "torch.optim.SGD"}},
@@ -68,7 +77,6 @@ def _components(
         "checkpoint": {"every": 100},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
-    return components_from_config(RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
 
 
 def _fit(
@@ -85,10 +93,11 @@ def _fit(
         store=CheckpointStore(folder / "checkpoints", keep=0),
         loggers=[logger],
         wandb_id="",
-        time_limit=TimeLimit(None, began=0.0, parameters=0),
+        began=0.0,
     )
-    loop = Loop(run, parts)
-    loop.fit()
+    with ExitStack() as closing:
+        loop = Loop(run, [*parts, *open_parts(run, None, closing)])
+        loop.fit()
     return loop, logger
 
 
@@ -99,19 +108,97 @@ class Told(Part):
         self._name, self._calls = name, calls
 
     def __getattribute__(self, name: str) -> Any:
-        if name in vars(Part) and not name.startswith("_"):
+        asked = ("watches", "trouble", "due", "wants_record")
+        if name in vars(Part) and not name.startswith("_") and name not in asked:
             self._calls.append(f"{self._name} {name}")
         return super().__getattribute__(name)
 
 
-def test_parts_are_called_in_their_order_and_before_what_the_loop_does_itself(
-    gloo_world: World, tmp_path: Path
-) -> None:
+def test_parts_are_called_in_their_order(gloo_world: World, tmp_path: Path) -> None:
     calls: list[str] = []
     _fit(gloo_world, tmp_path, [0, 1, 2], [Told("a", calls), Told("b", calls)], max_steps=2, log_every=1)
-    window = ["window_begins", "on_window", "on_outcome", "between_windows"]
-    expected = ["begins", *window, *window, "windows_ended", "leaves", "before_save"]
-    assert calls == [f"{part} {name}" for name in expected for part in "ab"]
+    window = ["window_begins", "on_window", "on_update", "adds", "between_windows"]
+    expected = [
+        "begins",
+        *window,
+        *window,
+        "windows_ended",
+        "leaves",
+        "ends",
+        "before_save",
+        "on_checkpoint",
+        "resumes",
+    ]
+    assert calls == [f"{part} {name}" for name in [*expected, "on_end"] for part in "ab"]
+
+
+class Faulty(Ignored):
+    """One sample is not finite."""
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
+        image, label = super().__getitem__(index)
+        return (image * float("nan") if index == 0 else image), label
+
+
+def held_out() -> DataSpec:
+    return DataSpec(train=Faulty(list(range(12))), eval_dataset=Ignored(list(range(12))))
+
+
+class Noted(Callback):
+    """Notes what it is told, and what is written meanwhile."""
+
+    notes: ClassVar[list[str]] = []
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        self.notes.append(f"update {run.progress.window}")
+
+    def on_skip(self, run: Run, outcome: Outcome) -> None:
+        self.notes.append(f"skip {run.progress.window}")
+
+    def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
+        self.notes.append("evaluation")
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        self.notes.append(path.name)
+
+    def on_end(self, run: Run, results: Mapping[str, float]) -> None:
+        self.notes.append("end")
+
+
+class Written(Logger):
+    def log(self, record: Any) -> None:
+        Noted.notes.append(f"record {record['window']}{' with results' * ('eval_loss' in record)}")
+
+    def close(self, *, failed: bool) -> None:
+        pass
+
+
+def test_an_update_is_told_evaluated_recorded_and_saved_and_a_skip_is_recorded_first(
+    gloo_world: World, tmp_path: Path
+) -> None:
+    """A checkpoint follows its record, which holds the evaluation of what callbacks have seen."""
+    node = _node({"_target_": f"{__name__}.held_out"}, max_steps=11, nonfinite="skip", eval_every=4, log_every=2)
+    node |= {"checkpoint": {"every": 4}, "callbacks": {"noted": {"_target_": f"{__name__}.Noted"}}}
+    node["metrics"] |= {"loggers": {"written": {"_target_": f"{__name__}.Written"}}}
+    Noted.notes.clear()
+    made = partial(components_from_config, RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
+    run(made, RunDir(tmp_path), LaunchEnvironment(), began=0.0)  # joins the open group
+    skips = [i for i, note in enumerate(Noted.notes) if note.startswith("skip")]
+    assert skips
+    for i in skips:
+        assert Noted.notes[i - 1] == Noted.notes[i].replace("skip", "record")
+    told, step, expected = [note for note in Noted.notes if not note.startswith("skip")], 0, list[str]()
+    skipped = {note.partition(" ")[2] for note in Noted.notes if note.startswith("skip")}
+    for window in map(str, range(1, 12 + len(skipped))):
+        if window in skipped:
+            expected.append(f"record {window}")
+            continue
+        step += 1
+        evaluates, saves = step in (4, 8, 11), step in (4, 8)
+        expected += [f"update {window}", *["evaluation"] * evaluates]
+        expected += [f"record {window}{' with results' * evaluates}"] * (step % 2 == 0 or step == 11)
+        expected += [f"step-{step}"] * saves
+    assert told == [*expected, "step-11", "end"]
 
 
 def test_windows_that_count_nothing_are_skipped_and_move_only_the_data_on(gloo_world: World, tmp_path: Path) -> None:

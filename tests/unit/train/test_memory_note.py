@@ -12,7 +12,7 @@ import torch
 from distaccum.distributed.world import World
 from distaccum.engines.memory_marks import MemoryMarks, Shape
 from distaccum.train.failure import RUN_NOTE
-from distaccum.train.memory_note import NAME, ended_by_memory, memory_noted, noted_for_launcher
+from distaccum.train.micro_batch import NAME, ended_by_memory, memory_noted, noted_for_launcher
 from distaccum.train.run_dir import RunDir
 
 HERE = "this hardware"

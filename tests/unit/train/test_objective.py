@@ -13,7 +13,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.held_out_checks import check_results
+from distaccum.train.checks import check_results
 from distaccum.train.submitit import NoObjectiveError, objective_of, require_finite
 
 RECORDS = (

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distaccum.errors import ConfigError
+from distaccum.train.optimizer import TorchSchedule
 from distaccum.train.schedules import WSD, Constant, Cosine, Linear
-from distaccum.train.torch_schedule import TorchSchedule
 
 PEAK = 3e-3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distaccum.train.time_limit import TimeLimit
+from distaccum.train.parts.time_limit import TimeLimit
 
 
 class Clock:

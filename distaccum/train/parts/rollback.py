@@ -9,19 +9,56 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.distributed.activity import Phase
 from distaccum.errors import SpikeError
 from distaccum.train import ema
 from distaccum.train.callbacks import named
 from distaccum.train.components import TrainingComponents
+from distaccum.train.metrics.status import TRAINING
+from distaccum.train.parts.base import Done, Part
+from distaccum.train.parts.checkpoints import Checkpoints
+
+if TYPE_CHECKING:
+    from distaccum.train.loop import Loop, TrainingRun
 
 _log = logging.getLogger(__name__)
 
 MOST = 3  # rollbacks to one checkpoint
+
+
+class RollBack(Part):
+    """``trainer.on_spike=rollback``.
+
+    Args:
+        run: is taken back.
+        checkpoints: of the run.
+    """
+
+    watches = True
+
+    def __init__(self, run: TrainingRun, checkpoints: Checkpoints) -> None:
+        self._run, self._checkpoints = run, checkpoints
+
+    def on_skip(self, run: Loop, done: Done) -> None:
+        """Rolls the run back where the window was skipped for its norm."""
+        if not done.outcome.finite:
+            return
+        self._checkpoints.settle(run)
+        run.enter_phase(f"rolling back from step {run.progress.step}")
+        world, window = self._run.accumulator.world, run.progress.window
+        world.activity.phase = Phase.SAVE
+        if roll_back(self._run.accumulator, self._run.store, self._run.components) is not None:
+            run.evaluation = run.unlogged = None
+            if world.is_main:
+                self._run.run_dir.note_rolled_back(run.progress.step, window)
+            self._checkpoints.save(run, again=True)  # whoever resumes goes on with the same data
+        run.enter_phase(TRAINING)
 
 
 def roll_back(accumulator: Accumulator, store: CheckpointStore, components: TrainingComponents) -> Path | None:

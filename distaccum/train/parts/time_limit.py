@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic
+from typing import TYPE_CHECKING
+
+from distaccum.accumulation.step import Outcome
+from distaccum.data.window import Window
+from distaccum.train.parts.base import Part
+
+if TYPE_CHECKING:
+    from distaccum.train.loop import Loop
 
 _RECENT = 16  # windows
 _WINDOWS_LEFT = 2  # the one that is about to begin, and one more: of a stream, what is taken is trained on
@@ -12,8 +20,8 @@ _SAVE_SLACK = 1.5
 _BYTES_A_PARAMETER, _BYTES_A_SECOND = 12, 100e6  # of the first save, until one is measured: weights and two moments
 
 
-class TimeLimit:
-    """Measures windows, evaluations and saves, and says when the rest of the time is needed to end.
+class TimeLimit(Part):
+    """Measures windows, evaluations and saves, and preempts the run when the rest of the time is needed to end.
 
     Args:
         max_time: seconds from ``began`` on; None for no limit.
@@ -33,6 +41,19 @@ class TimeLimit:
         self._guessed = True
         self._evaluation = 0.0
         self._mark = now()
+
+    def on_window(self, run: Loop, window: Window, outcome: Outcome) -> None:
+        """A window has ended."""
+        self.window_ended()
+
+    def on_eval(self, run: Loop, results: Mapping[str, float]) -> None:
+        """An evaluation has, and what the parts before this one do with it."""
+        self.evaluated()
+
+    def between_windows(self, run: Loop) -> None:
+        """Preempts the run, if that is due and nobody has."""
+        if self.is_near and not run.preempted_by:
+            run.preempt("trainer.max_time is about to be over")
 
     def window_ended(self) -> None:
         """Ends the time of a window, from which evaluations and saves are excluded.

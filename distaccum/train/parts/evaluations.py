@@ -1,0 +1,82 @@
+"""The evaluations of a run: when one is due, and what its record holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distaccum.data.held_out import evaluation_workers
+from distaccum.distributed.activity import Phase
+from distaccum.errors import MisuseError, shorten
+from distaccum.train import ema
+from distaccum.train.evaluate import Evaluation, evaluates
+from distaccum.train.generation import texts_writer
+from distaccum.train.parts.base import Done, Part
+
+if TYPE_CHECKING:
+    from distaccum.train.loop import Loop, TrainingRun
+
+
+class Evaluations(Part):
+    """Evaluates after every ``trainer.eval_every``-th update, and after the last one.
+
+    Args:
+        run: whose model is evaluated.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        components, trainer = run.components, run.components.config.trainer
+        self._components, self._accumulator = components, run.accumulator
+        self._evaluates = evaluates(components.data, components.config)
+        self._evaluation = Evaluation(
+            run.accumulator.engine,
+            components.data,
+            components.loss,
+            run.accumulator.world,
+            micro_batch_size=components.plan.micro_batch_size,
+            workers=evaluation_workers(components.data, trainer.num_workers, asdict(trainer.loader)),
+            limit=trainer.eval_samples,
+            prefetch=trainer.prefetch,
+            metrics=components.metrics,
+            seed=components.config.seed,
+        )
+        self._write_texts = texts_writer(run.accumulator.engine, components.prompts, components.config.eval)
+
+    def due(self, step: int) -> bool:
+        """So is one after the last update."""
+        ends = step >= self._components.total_steps
+        return self._evaluates and (ends or step % self._components.config.trainer.eval_every == 0)
+
+    wants_record = due
+
+    def adds(self, run: Loop, done: Done | None) -> Mapping[str, Any]:
+        """Evaluates, if that is due after this window; an evaluation has a record only if it is made here."""
+        if done is not None and not (done.outcome.applied and (self.due(done.progress.step) or run.over)):
+            return {}
+        return self._evaluate(run) if self._evaluates else {}
+
+    def ends(self, run: Loop) -> None:
+        """Evaluates, if nobody has since the last update, as in a finished run that is resumed."""
+        if self._evaluates and run.results_of(run.progress.step) is None:
+            self._evaluate(run)
+
+    def _evaluate(self, run: Loop) -> dict[str, Any]:
+        """Evaluates and calls the parts; a collective. Gives what a record has of it.
+
+        Raises:
+            MisuseError: a result and the texts have one name.
+        """
+        step = run.progress.step
+        with run.paused(f"evaluating after step {step}"):
+            self._accumulator.use_evaluation_weights()
+            with ema.evaluated(self._components.callbacks):
+                found = run.results_of(step)  # another group of ranks may have made it
+                found = self._evaluation.run() if found is None else found
+                texts = self._write_texts()
+            if twice := found.keys() & texts.keys():
+                problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
+                raise MisuseError(f"{problem}: give the metric or the score another name")
+            self._accumulator.world.activity.phase = Phase.BETWEEN
+            run.note_evaluation(step, found)
+        return {**found, **self._evaluation.samples, **texts}
