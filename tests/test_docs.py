@@ -222,9 +222,10 @@ OWN = "distributed/test_guides.py::test_pieces_of_your_own_run_in_python_and_by_
 ELSEWHERE |= dict.fromkeys((c for c in _commands_of("docs/index.md") if "runs/" in c), START)
 ELSEWHERE |= dict.fromkeys(_commands_of("docs/bring-your-own.md"), OWN)
 ELSEWHERE |= {
-    command.replace("python", "torchrun --standalone --nproc-per-node=2", 1): test
+    on_two: test
     for command, test in ELSEWHERE.items()
     if command.startswith("python launch/examples/")
+    and (on_two := command.replace("python", "torchrun --standalone --nproc-per-node=2", 1)) in COMMANDS
 }
 ELSEWHERE |= dict.fromkeys(
     _commands_of("docs/models.md", "Fine-tuning"), "distributed/test_finetuning.py::test_the_pages_commands"

@@ -45,6 +45,7 @@ MORE = {  # where a setting's page says more
     "trainer.on_spike": "trainer.md#spikes",
     "trainer.verify": "verification.md",
 }
+FEW = 7  # settings of a part that stand with those of the run
 _WORDS = {
     "list[str]": "list of texts",
     "list[int]": "list of whole numbers",
@@ -56,13 +57,12 @@ _WORDS = {
 
 
 def tables() -> str:
-    """All settings in Markdown: a heading and a table for the run itself and for each of its parts."""
+    """All settings in Markdown: a table for the run, with parts of few settings, and one for each large part."""
     parts = groupby(settings(), lambda one: one.key.split(".")[0])
     named: dict[str, list[Setting]] = {}
     for part, those in parts:
         found = list(those)
-        alone = len(found) == 1
-        named.setdefault("The run" if alone else part, []).extend(found)
+        named.setdefault("The run" if len(found) < FEW else part, []).extend(found)
     return "\n\n".join(_table(part, those) for part, those in named.items())
 
 
@@ -94,19 +94,16 @@ def _listed(parts: list[str]) -> str:
 
 
 def keys_of_choices() -> str:
-    """What the choices of the groups take: a heading and a table for each group, a row for each key that differs."""
-    made = []
-    for part, those in groupby(arguments(), lambda one: one.key.split(".")[0]):
-        rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
-        for one in those:
-            said = (f"`{one.key}`", _type(one), _default(one.default), one.meaning)
-            rows.setdefault(said, []).extend(one.files)
-        table = "\n".join(
-            f"| {key} | {_choices(files)} | {kind} | {default} | {meaning} |"
-            for (key, kind, default, meaning), files in rows.items()
-        )
-        made.append(f"### Keys of `{part}`\n\n| key | of | type | default | meaning |\n|---|---|---|---|---|\n{table}")
-    return "\n\n".join(made)
+    """What the choices of the groups take: a row for each key, and for each choice that has another one by its name."""
+    rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
+    for one in arguments():
+        said = (f"`{one.key}`", _type(one), _default(one.default), one.meaning)
+        rows.setdefault(said, []).extend(one.files)
+    head = "| key | of | type | default | meaning |\n|---|---|---|---|---|\n"
+    return head + "\n".join(
+        f"| {key} | {_choices(files)} | {kind} | {default} | {meaning} |"
+        for (key, kind, default, meaning), files in rows.items()
+    )
 
 
 def _choices(files: Iterable[str]) -> str:

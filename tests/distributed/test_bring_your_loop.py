@@ -1,4 +1,4 @@
-"""docs/own-loop.md: each diff, there or beside its program, applies, and both sides train to a plain loop's weights."""
+"""docs/own-loop.md: the diff beside each program applies, and both sides train to the weights of a plain loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ EXACT = 1e-6
 
 @cache
 def _diff(name: str) -> str:
-    """The program's diff: in the page, or in a file beside the program."""
-    beside = PROGRAMS / f"{name}.diff"
-    assert not beside.exists() or f"`{beside.name}`" in PAGE
-    text = beside.read_text() + "```\n" if beside.exists() else PAGE
-    (found,) = re.findall(rf"^--- {name}\.py\n\+\+\+ {name}\.py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return str(found)
+    """The program's diff, beside it, without the lines that name the files."""
+    assert f"`{name}.diff`" in PAGE
+    return (PROGRAMS / f"{name}.diff").read_text().split(f"+++ {name}.py\n")[1]
 
 
 def changed(name: str) -> str:
