@@ -203,9 +203,7 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text(content)
-    module, in_python, by_name, batches, shards, tokens, pairs, balanced = (
-        text for _, text in _walk(page, tmp_path)
-    )
+    module, in_python, by_name, batches, shards, tokens, pairs, balanced = (text for _, text in _walk(page, tmp_path))
     assert module == shards == balanced == ""
     assert float(in_python.splitlines()[-1]) < 0.2
     assert "points of a line" in by_name
