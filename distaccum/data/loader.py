@@ -211,7 +211,7 @@ class MapWindowLoader(WindowLoader):
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
                 generators.restore()
                 return
-            begun = cut.begun(k) if isinstance(cut, UnitEpoch) else None
+            dealt = cut if isinstance(cut, UnitEpoch) else None
             if self._workers and micro_batches and not self._noted:
                 self._noted = True
                 held = [micro.batch for micro in micro_batches]
@@ -221,14 +221,14 @@ class MapWindowLoader(WindowLoader):
             yield Window(
                 epoch=epoch,
                 samples=len(cut.window(k)),
-                counts=counts if begun is None else begun.counts,
+                counts=counts if dealt is None else dealt.counts(k, counts),
                 micro_batches=micro_batches,
                 data_wait_s=waited,
                 device_wait_s=device_waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
                 fetch=self._fetch,
-                deal=cut.deal(k) if isinstance(cut, UnitEpoch) else None,
+                deal=None if dealt is None else dealt.deal(k),
                 key_at=partial(self._key_at, cut, epoch, k),
                 rows=partial(self._rows, cut, epoch, k),
             )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from distaccum.data.plan.units import SecondDeal
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -111,7 +110,7 @@ class Verifier:
         """
         due = self._since is None if self._when == FIRST else self._since is None or self._since >= int(self._when)
         self.proof = None
-        if isinstance(window.deal, SecondDeal):
+        if window.deal is not None and window.deal.begun_by_others:
             return  # what others have computed of it cannot be run again
         if self._when != NEVER and due:
             self._skipped.check()

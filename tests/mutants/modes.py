@@ -415,9 +415,9 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         (GOES_ON, Mutant(f"elastic: {name}", (edit,)))
         for name, edit in {
             "a window that goes on counts what is left of it": (
-                "data/loader.py",
-                "counts=counts if begun is None else begun.counts,",
-                "counts=counts,",
+                "elastic/engine/window.py",
+                "return self.again.counts if self._begun(k) else counted",
+                "return counted",
             ),
             "losses of units that are held are lost": (
                 "engines/ddp/tree.py",
@@ -425,7 +425,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "self._along = None",
             ),
             "what is held is dealt again": (
-                "data/plan/units.py",
+                "elastic/engine/window.py",
                 "for block in self.computed[rank] for unit",
                 "for block in range(self.blocks) for unit",
             ),

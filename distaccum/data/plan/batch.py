@@ -19,7 +19,7 @@ from distaccum.data.plan.shuffle import Shuffle
 from distaccum.errors import ConfigError
 
 Ids = NDArray[np.int64]
-_LOOKED_AT = 1000  # windows
+_LOOKED_AT, _RECKONED = 1000, 100  # windows
 
 
 class SizeNames(NamedTuple):
@@ -266,6 +266,12 @@ class CutPlan(PlanDefaults):
         other: Plan = replace(self, plan=self.plan.with_micro_batch(size))
         return other
 
+    def cut_into(self, steps: str) -> list[str]:
+        """The windows in words, each of a rank's cut into these micro-steps."""
+        update, *others = self.plan.describe()
+        batch, _, _ = update.partition(" = ")
+        return [f"{batch} = {describe_ranks(self.world_size)} x {steps}", *others]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan(PlanDefaults):
@@ -482,6 +488,12 @@ def largest_share(plan: Plan) -> int:
     cut = plan.epoch(0)
     largest = max(len(cut.window(k)) for k in range(min(_LOOKED_AT, cut.windows_per_epoch)))
     return -(-max(largest, plan.largest) // plan.world_size)
+
+
+def spread(windows: int) -> list[int]:
+    """The numbers of 100 of so many windows at most, spread over them: those after which micro-steps are reckoned."""
+    found: list[int] = np.linspace(0, windows - 1, min(windows, _RECKONED)).astype(int).tolist()
+    return found
 
 
 def micro_steps_of(window: range, world_size: int, micro_batch_size: int) -> int:

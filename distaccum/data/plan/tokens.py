@@ -20,12 +20,12 @@ from distaccum.data.plan.batch import (
     SizeNames,
     check_samples,
     check_sizes,
-    describe_ranks,
     describe_steps,
     ids_in_order,
     micro_batches_of,
     seed_number,
     share_of,
+    spread,
 )
 from distaccum.errors import ConfigError
 
@@ -36,8 +36,6 @@ from distaccum.errors import ConfigError
 
 TokensOf = Callable[[Ids], int]
 """From the lengths of a micro-batch's samples to its tokens, padding included; no fewer with one sample more."""
-
-_LOOKED_AT = 100  # windows after which micro-steps are reckoned
 
 
 def cut_in_order(lengths: Ids, most: int, tokens_of: TokensOf, *, samples: int | None = None) -> list[int]:
@@ -184,9 +182,7 @@ class MicroTokenPlan(CutPlan):
         Where windows differ in their number of samples, they are reckoned as large as the largest.
         """
         cut = self._of(self.plan.evenly(), 0)
-        all_of_them = cut.windows_per_epoch
-        some = np.linspace(0, all_of_them - 1, min(all_of_them, _LOOKED_AT)).astype(int).tolist()
-        return max(cut.micro_steps(k) for k in some)
+        return max(cut.micro_steps(k) for k in spread(cut.windows_per_epoch))
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``: its micro-steps are :attr:`micro_steps`."""
@@ -196,12 +192,9 @@ class MicroTokenPlan(CutPlan):
 
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
-        update, *others = self.plan.describe()
-        batch, _, _ = update.partition(" = ")
         steps = "about 1 micro-step" if self.micro_steps == 1 else f"about {self.micro_steps} micro-steps"
         samples = f" and {self.micro_batch_size} samples" if self.limits_samples else ""
-        limit = f"{self.micro_tokens:,} padded tokens{samples}"
-        return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {limit}", *others]
+        return self.cut_into(f"{steps} of at most {self.micro_tokens:,} padded tokens{samples}")
 
 
 @dataclass(frozen=True, kw_only=True)

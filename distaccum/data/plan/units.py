@@ -7,13 +7,13 @@ A unit is a micro-batch whose samples, order and padding the plan alone decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
-from distaccum.data.plan.batch import CutPlan, Epoch, Ids, Plan, describe_ranks
+from distaccum.data.plan.batch import CutPlan, Epoch, Ids, Plan, spread
 from distaccum.errors import ConfigError
 
 # A binary tree over the blocks of a window: in which order their gradients are added, whoever has computed them.
@@ -91,7 +91,6 @@ def halves(node: Node) -> tuple[Node, Node]:
 
 
 VIRTUAL_RANKS = 32  # of 1, 2, 4, 8, 16 or 32 ranks each has one node of the tree, and all have as many blocks
-_LOOKED_AT = 100  # windows after which micro-steps are reckoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,8 @@ class Deal:
     units: int
     blocks: int
     ranks: int
+    begun_by_others: ClassVar[bool] = False
+    """Whether a part of the window was computed by ranks that are lost."""
 
     def blocks_of(self, rank: int) -> Sequence[int]:
         """The blocks that ``rank`` computes, in order; their numbers differ by one at most."""
@@ -126,36 +127,6 @@ class Deal:
         return range(self.units_of_block(blocks[0]).start, self.units_of_block(blocks[-1]).stop)
 
 
-@dataclass(frozen=True, slots=True)
-class SecondDeal(Deal):
-    """How a window goes on that has lost ranks: what each rank holds of it, and what it computes yet."""
-
-    held: tuple[tuple[Node, ...], ...]
-    computed: tuple[tuple[int, ...], ...]
-
-    def blocks_of(self, rank: int) -> Sequence[int]:
-        """See :class:`Deal`."""
-        return self.computed[rank]
-
-    def held_by(self, rank: int) -> Sequence[Node]:
-        """See :class:`Deal`."""
-        return self.held[rank]
-
-    def units_of(self, rank: int) -> Sequence[int]:
-        """See :class:`Deal`."""
-        return [unit for block in self.computed[rank] for unit in self.units_of_block(block)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Again:
-    """A window that goes on with other ranks: which one, how it is dealt now, and its counts, which are known."""
-
-    epoch: int
-    window: int
-    deal: SecondDeal
-    counts: Mapping[str, float]
-
-
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan(CutPlan):
     """The windows of another plan, whose micro-batches are units.
@@ -166,7 +137,6 @@ class UnitPlan(CutPlan):
         group_by: the length of each sample: the units of a window then hold samples of similar length. A
             ``MicroTokenPlan`` says itself whether they do.
         key: what an error calls ``virtual_ranks``.
-        again: the window that other ranks have begun.
 
     Raises:
         ConfigError: there are more ranks than ``virtual_ranks``.
@@ -176,7 +146,6 @@ class UnitPlan(CutPlan):
     virtual_ranks: int = VIRTUAL_RANKS
     group_by: Ids | None = None
     key: str = "virtual_ranks"
-    again: Again | None = None
     has_units: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -221,17 +190,11 @@ class UnitPlan(CutPlan):
         """How that many units of a window are dealt."""
         return Deal(units, min(units, self.virtual_ranks), self.world_size)
 
-    def for_ranks(self, ranks: int, again: Again | None = None) -> UnitPlan:
-        """The same windows, dealt to another number of ranks; one of them perhaps begun by others."""
-        return replace(self, plan=self.plan.for_ranks(ranks), again=again)
-
     @cached_property
     def micro_steps(self) -> int:
         """The most units of a rank among windows of the first epoch, 100 at most, spread over it."""
         cut = self.epoch(self.first_whole_epoch)
-        every = cut.windows_per_epoch
-        some = np.linspace(0, every - 1, min(every, _LOOKED_AT)).astype(int).tolist()
-        deals = [cut.deal(k) for k in some]
+        deals = [cut.deal(k) for k in spread(cut.windows_per_epoch)]
         deals.append(self.deal(-(-self.plan.largest // self.micro_batch_size)))  # of stages that come later
         return max(len(deal.units_of(rank)) for deal in deals for rank in range(self.world_size))
 
@@ -242,12 +205,9 @@ class UnitPlan(CutPlan):
 
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
-        update, *others = self.plan.describe()
-        batch, _, _ = update.partition(" = ")
         steps = "1 unit" if self.micro_steps == 1 else f"up to {self.micro_steps} units"
-        size = self.plan.micro_batch_in_words
-        blocks = f"summed in a fixed order in at most {self.virtual_ranks} blocks"
-        return [f"{batch} = {describe_ranks(self.world_size)} x {steps} of at most {size}, {blocks}", *others]
+        most = f"{steps} of at most {self.plan.micro_batch_in_words}"
+        return self.cut_into(f"{most}, summed in a fixed order in at most {self.virtual_ranks} blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,18 +242,17 @@ class UnitEpoch:
 
     def deal(self, k: int) -> Deal:
         """Who computes the units of window ``k``."""
-        return self._deal(k, sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
+        return self.dealt(k, sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
 
-    def begun(self, k: int) -> Again | None:
-        """What is known of window ``k`` from the ranks that have begun it."""
-        again = self.plan.again
-        return again if again is not None and (again.epoch, again.window) == (self.epoch, k) else None
+    def dealt(self, k: int, units: int) -> Deal:
+        """Who computes window ``k``, which has so many units."""
+        return self.plan.deal(units)
 
-    def _deal(self, k: int, units: int) -> Deal:
-        begun = self.begun(k)
-        return self.plan.deal(units) if begun is None else begun.deal
+    def counts(self, k: int, counted: Mapping[str, float]) -> Mapping[str, float]:
+        """What window ``k`` counts, whose units on all ranks count ``counted``."""
+        return counted
 
     def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
         """The units of ``rank`` in window ``k``."""
         units = self.units(k)
-        return [units[unit] for unit in self._deal(k, len(units)).units_of(rank)]
+        return [units[unit] for unit in self.dealt(k, len(units)).units_of(rank)]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.units import Again, SecondDeal
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.message import digest_of, from_message, to_message
 from distaccum.elastic.engine.shares import Share, Shares
+from distaccum.elastic.engine.window import Again, SecondDeal
 from distaccum.elastic.group.views import Report, View, shares_of, source_of
 from distaccum.elastic.run.carried import AVERAGE, NO_STATE, NOT_BEGUN, PER_WINDOW, TORN, Carried
 from distaccum.engines.base import EngineState

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from distaccum.checkpoint.state import SavedState
-from distaccum.data.plan.units import Again, UnitPlan
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.shares import LostStateError
+from distaccum.elastic.engine.window import Again, ContinuedPlan
 from distaccum.elastic.group.member import Member
 from distaccum.elastic.group.membership import ExpelledError
 from distaccum.elastic.group.mirrors import keepers_of
@@ -194,8 +194,9 @@ def _continuity(anew: Anew) -> Continuity:
 
 def of_ranks_now(components: TrainingComponents, view: View, again: Again | None) -> TrainingComponents:
     """The components for the ranks of a view, which may go on with an open window."""
-    plan, ranks = cast(Any, components.plan), len(view.members)
-    plan = plan.for_ranks(ranks, again) if isinstance(plan, UnitPlan) else plan.for_ranks(ranks)
+    plan, ranks = cast(Any, components.plan).for_ranks(len(view.members)), len(view.members)
+    if again is not None and plan.has_units:
+        plan = ContinuedPlan.of(plan, again)
     builder = ElasticEngines(keepers_of(view.members))
     engine = replace(components.engine, world_size=ranks, builder=builder)
     return components.found(plan=plan, engine=engine)

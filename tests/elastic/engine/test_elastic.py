@@ -14,11 +14,11 @@ from distaccum import Accumulator
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.plan.units import Again, SecondDeal, UnitPlan, joined
+from distaccum.data.plan.units import UnitPlan, joined
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.ddp import resumable
-from distaccum.elastic.engine.window import run_window
+from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondDeal, run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.partial_sums import PartialWindow
@@ -209,9 +209,8 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
     assert sorted(node for r in range(world.size) for node in joined(8, nodes[r], share[r])[0])
     acc = accumulator(world, numerics="reproducible", elastic=True)
     acc.load_state_dict(state)
-    plan = plan_of(world, "reproducible").for_ranks(
-        world.size, Again(epoch=0, window=1, deal=again, counts={SINGLE: 20})
-    )
+    begun = Again(epoch=0, window=1, deal=again, counts={SINGLE: 20})
+    plan = ContinuedPlan.of(plan_of(world, "reproducible"), begun)
     resumable(acc.engine).take_up(held[world.rank])
     losses, computed = [], []
     for window in acc.windows(MapWindowLoader(SAMPLES, plan, world, seed=3)):
