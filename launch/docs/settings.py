@@ -94,9 +94,12 @@ def _listed(parts: list[str]) -> str:
 
 
 def keys_of_choices() -> str:
-    """What the choices of the groups take: a row for each key, and for each choice that has another one by its name."""
+    """What the choices of the groups take: a row for each key, and for each choice that has another one by its name.
+
+    Arguments of other packages' classes, of which only the name is known, are left out.
+    """
     rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
-    for one in arguments():
+    for one in (one for one in arguments() if not re.fullmatch(r"of `[\w.]+`\.", one.meaning)):
         said = (f"`{one.key}`", _type(one), _default(one.default), one.meaning)
         rows.setdefault(said, []).extend(one.files)
     head = "| key | of | type | default | meaning |\n|---|---|---|---|---|\n"
