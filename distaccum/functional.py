@@ -34,13 +34,13 @@ from distaccum.config.checks import (
 )
 from distaccum.data.batches import to_device
 from distaccum.data.factory import as_loader
+from distaccum.data.hooks import BeforeStep, WindowHook
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import VIRTUAL_RANKS
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.factory import create_engine
-from distaccum.engines.hooks import BeforeStep
 from distaccum.engines.numerics import Numerics
 from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import AnyLoss, from_mean, is_window_loss
@@ -175,9 +175,8 @@ def run_window(
     Raises:
         MisuseError: as :func:`finish_step`.
     """
-    hooks = engine.hooks
-    if before_step is not None:
-        engine.hooks = (*hooks, BeforeStep(lambda _: before_step()))
+    hook = WindowHook() if before_step is None else BeforeStep(lambda _: before_step())
+    engine.hooks.add(hook)
     try:
         if is_window_loss(loss):
             from distaccum.accumulation.two_pass import represented  # noqa: PLC0415  few losses compare samples
@@ -187,7 +186,7 @@ def run_window(
         else:
             outcome = Restarting(engine).run(window, loss, prefetch=prefetch)
     finally:
-        engine.hooks = hooks
+        engine.hooks.remove(hook)
     if outcome.step is not None:
         _raise_fault(outcome.step)
     return outcome

@@ -167,7 +167,6 @@ SHARED = {
     "context",
     "factory",
     "group_settings",
-    "hooks",
     "memory_marks",
     "modules",
     "numerics",

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import expect_repeats, warn_of_batch_statistics
+from distaccum.accumulation.foreign_parameters import ForeignParameters
 from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory, loss_to_rehearse
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
@@ -24,7 +25,6 @@ from distaccum.accumulation.restart import Restarting, check_marks, fitting
 from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
 from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome
-from distaccum.accumulation.strangers import Strangers
 from distaccum.accumulation.tracker import ProgressTracker, Schedule
 from distaccum.config.checks import (
     NONFINITE,
@@ -39,8 +39,8 @@ from distaccum.config.checks import (
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.counter import Rider
 from distaccum.data.cursor import DataCursor
+from distaccum.data.hooks import BeforeStep, Hooks, WindowHook
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import check_sizes
 from distaccum.data.plan.units import VIRTUAL_RANKS
@@ -51,7 +51,6 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
-from distaccum.engines.hooks import BeforeStep
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
@@ -241,24 +240,25 @@ class Accumulator:
             count=count,
             steps=lambda: self.tracker.progress.step,
         )
-        self.engine.hooks = (BeforeStep(self._begin_step),)
-        self._strangers = Strangers(exact=self._is_alone())
         self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
         self._lockstep = Lockstep(self.world, self._counter, self.replicas)
         self.stragglers = Stragglers(self.world, forward_communicates=self.engine.facts.forward_communicates)
-        self._counter.riders = (
+        # Before a step the tracker comes first: what it raises is of the window before, and no other rank waits.
+        self.engine.hooks = self._counter.hooks = Hooks(
+            self._evaluation_weights,
+            BeforeStep(self._begin_step),
             self._lockstep,
             SettingsAgreement(self.engine, self.world, self.tracker.next_factors),
             self.stragglers,
             self.replicas,
+            self._verifier,
         )
+        # On one rank, with nothing left to divide by, a foreign gradient is right without the engine, too.
+        if self.world.size > 1 or count is None or self.engine.loss_scale is not None:
+            self.engine.hooks.add(ForeignParameters(self.engine))
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         # The last one: the latest loop over windows().
         self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
-
-    def _is_alone(self) -> bool:
-        """Whether what a loss reaches beside the model gets its whole gradient, too."""
-        return self.world.size == 1 and self._count is not None and self.engine.loss_scale is None
 
     @property
     def model(self) -> nn.Module:
@@ -386,15 +386,14 @@ class Accumulator:
                     self.tracker.skip_window(window.samples)
                     continue
                 counted = True
-                self._evaluation_weights.train()
-                self._verifier.begin(window)
+                for begin in self.engine.hooks.window_begins:
+                    begin(window)
                 self._open = OpenWindow(
                     window,
                     self.engine,
                     prefetch=self._prefetch,
                     finish=self._finish,
                     failed=self._fail,
-                    strangers=self._strangers,
                     provisional_count=window.samples * self._items_per_sample,
                     ranks=self.world.size,
                     proof=self._verifier.proof,
@@ -498,7 +497,6 @@ class Accumulator:
                 run,
                 records,
                 prefetch=self._prefetch,
-                backward=self._strangers.backward,
             )
             if second is not None:
                 outcome = second.outcome(outcome)
@@ -506,9 +504,8 @@ class Accumulator:
             report(outcome.grad_norm)
         self._stepped = None
         self.tracker.end_step(window.plain, outcome, by_micro_batch)
-        self._lockstep.window_ended()
-        self._strangers.window_ended()
-        self.replicas.window_ended(window.plain)
+        for after in self.engine.hooks.after_step:
+            after(window.plain)
         self._open = None
         window.mark_done()
         return outcome
@@ -594,9 +591,9 @@ class Accumulator:
                 self._lockstep.check_replicas("close()")
         finally:
             self._drop()
-            self._evaluation_weights.close()
-            self._strangers.close()
-            self.engine.hooks = ()
+            for close in self.engine.hooks.close:
+                close()
+            self.engine.hooks = Hooks()
             self.engine.close()
             for scheduler in self._schedulers:
                 scheduler.release()
@@ -675,8 +672,8 @@ class Accumulator:
     def go_on_from(self, progress: Progress) -> None:
         """Sets the progress after other weights were loaded, in the middle of an epoch: its data go on."""
         self.tracker.restore(progress)
-        self._verifier.restart()
-        self.replicas.restart()
+        for restart in self.engine.hooks.restarted:
+            restart()
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -687,9 +684,9 @@ class Accumulator:
         """Goes on with what an earlier part of the run has :attr:`counted`, on all ranks alike."""
         self._counter.know(names)
 
-    def add_rider(self, rider: Rider) -> None:
-        """Has numbers travel with the count of every window; before the first one, on all ranks."""
-        self._counter.riders = (*self._counter.riders, rider)
+    def add_hook(self, hook: WindowHook) -> None:
+        """Has a hook look at every window from the next one on; on all ranks."""
+        self.engine.hooks.add(hook)
 
     @staticmethod
     def _no_window(what: str) -> NoReturn:
@@ -711,7 +708,8 @@ class Accumulator:
     def _drop(self) -> None:
         """Drops the current window, on this rank."""
         self.engine.zero_gradients()
-        self._verifier.drop()
+        for drop in self.engine.hooks.window_dropped:
+            drop()
         if self._open is not None:
             self._open.drop()
             self._open, self._abandoned = None, True
@@ -726,7 +724,8 @@ class Accumulator:
         if sends is None:
             return False
         if not sends and window.counts:  # they step, unless they call abandon() too
-            self._begin_step()
+            for before in self.engine.hooks.before_step:
+                before(1.0)
             return True
         self._finish(LossSums(self.engine.device), nan, given_up=True)
         if window.counts:  # else they were told with the count
@@ -744,17 +743,12 @@ class Accumulator:
             self._drop()
             self._counter.tell(error)
 
-    def _begin_step(self, divisor: float = 1.0) -> None:
+    def _begin_step(self, _: float) -> None:
         try:
             self.tracker.begin_step()
-        except (
-            NonFiniteError,
-            SpikeError,
-            MisuseError,
-        ):  # raised for the window before: this one made no step, and can be run again
+        except (NonFiniteError, SpikeError, MisuseError):  # of the window before: this one can be run again
             self._drop()
             raise
-        self._verifier.before_step(divisor)
 
     def _finish(self, sums: LossSums, late_count: float | Tensor, *, given_up: bool = False) -> None:
         """Makes the step of a window that was run micro-batch by micro-batch; none where a rank has given it up."""
@@ -774,10 +768,9 @@ class Accumulator:
         else:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
-            self._verifier.drop()
-        self._lockstep.window_ended()
-        self._strangers.window_ended()
-        self.replicas.window_ended(window)
+            self._verifier.window_dropped()
+        for after in self.engine.hooks.after_step:
+            after(window)
         if not given_up:
             self.tracker.end_step(window, outcome)
             self._open = None

@@ -12,6 +12,8 @@ from typing import Any
 from zlib import crc32
 
 from distaccum.data.counter import GlobalCounter
+from distaccum.data.hooks import WindowHook
+from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.group_settings import OTHER_SETTINGS, differ, fingerprint, plain_settings
@@ -23,7 +25,7 @@ from distaccum.verification.replicas import Replicas
 # Ranks that step with different rates hold different weights, or, where each steps a part, parts of different models.
 
 
-class SettingsAgreement:
+class SettingsAgreement(WindowHook):
     """What is known when a window is counted: the groups' settings, and the schedule's next factor.
 
     What a torch scheduler or a loop sets later, within the window, is compared with the next.
@@ -81,10 +83,10 @@ _WARM_UP = 2  # windows of which nothing is said: they compile, and start loader
 _MOST_SLOTS = 256
 
 
-class Stragglers:
+class Stragglers(WindowHook):
     """Compares what the ranks do by themselves: loading data, and computing until the gradient's reduction.
 
-    On a GPU that is the host's time. See :class:`~distaccum.data.counter.Rider`.
+    On a GPU that is the host's time.
 
     Args:
         world: this rank.
@@ -171,7 +173,7 @@ class Place:
     steps: int
 
 
-class Lockstep:
+class Lockstep(WindowHook):
     """Compares the ranks' places: two numbers of each rank's ride in a window's count.
 
     A ``break``, an exception or ``abandon()`` on some ranks only sets them apart.
@@ -200,7 +202,7 @@ class Lockstep:
         """Notes that the one after it is next."""
         self._window += 1
 
-    def window_ended(self) -> None:
+    def after_step(self, window: Window) -> None:
         """Notes a step, applied or not."""
         self._steps += 1
         self._unchecked += 1

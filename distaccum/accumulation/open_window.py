@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
-from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
@@ -13,8 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from distaccum.accumulation.step import LossSums
-from distaccum.accumulation.strangers import Strangers
+from distaccum.accumulation.step import LossSums, await_reduction, backward
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed import activity
@@ -53,7 +51,6 @@ class OpenWindow:
         finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
             count.
         failed: called before a call out of order raises, with what it raises, since other ranks may be in order.
-        strangers: looks at the losses.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
         ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
@@ -67,7 +64,6 @@ class OpenWindow:
         prefetch: int,
         finish: Callable[[LossSums, float | Tensor], None],
         failed: Callable[[MisuseError], None],
-        strangers: Strangers,
         provisional_count: float,
         ranks: int,
         proof: GradientProof | None = None,
@@ -75,7 +71,7 @@ class OpenWindow:
         self.proof = proof
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
-        self._failed, self._strangers = failed, strangers
+        self._failed = failed
         self._sums = LossSums(engine.device, window.deal)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
@@ -133,7 +129,7 @@ class OpenWindow:
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
             yield self._current
         if not self.plain.micro_batches:
-            self._arrive()
+            await_reduction(self._engine)
             self._engine.shadow_micro_step()
             self._run_finish()
         if self.phase is not Phase.DROPPED:
@@ -185,14 +181,12 @@ class OpenWindow:
         own_counts = self._current.counts if known and self._current else None
         if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
             own_counts = as_counts(count)
-        factor = self._engine.gradient_divide_factor
-        self._engine.activity.phase = activity.Phase.BACKWARD
-        if self._left == 1:
-            self._arrive()
+        factor = self._engine.facts.gradient_divide_factor
         if self.proof is not None:
+            self._engine.activity.phase = activity.Phase.BACKWARD
             self.proof.before_backward(loss, self.provisional_count)
         total = normalize_loss(loss, counts, factor, own_counts=own_counts)
-        self._strangers.backward(self._engine, total)
+        backward(self._engine, total, last=self._left == 1)
         self._sums.add(loss)
         self.phase = Phase.BACKWARD
 
@@ -246,10 +240,6 @@ class OpenWindow:
         assert self._autocast is not None
         self._autocast.__exit__(None, None, None)
         self._autocast = None
-
-    def _arrive(self) -> None:
-        own = self._engine.activity
-        own.phase, own.arrived_at = activity.Phase.REDUCTION, perf_counter()
 
     def _run_finish(self) -> None:
         self._engine.activity.phase = activity.Phase.STEP

@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from distaccum.data.hooks import WindowHook
+from distaccum.data.window import Window
 from distaccum.engines.base import Engine, StateLayout
 from distaccum.engines.group_settings import set_setting
 from distaccum.errors import ConfigError, MisuseError
@@ -25,7 +27,7 @@ def has_two_weights(optimizer: object) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-class EvaluationWeights:
+class EvaluationWeights(WindowHook):
     """Switches those of the optimizers that have two kinds of weights; without any it does nothing.
 
     A forward outside of a window switches by itself, if the model is in evaluation mode or without gradients.
@@ -56,7 +58,7 @@ class EvaluationWeights:
         self._in_window = in_window
         self._hook = engine.unwrapped_model.register_forward_pre_hook(self._before_forward)
 
-    def train(self) -> None:
+    def window_begins(self, window: Window) -> None:
         """The weights to train with; where they are in place already, the optimizers do nothing."""
         for optimizer in self._optimizers:
             optimizer.train()

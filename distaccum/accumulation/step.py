@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn
@@ -156,19 +156,32 @@ class LossSums:
         return _at_places(self._stacked, self._deal, rank)
 
 
-def backward(engine: Engine, loss: Tensor) -> None:
-    """The engine's backward, which frees the loss's graph.
+def backward(engine: Engine, loss: Tensor, *, last: bool) -> None:
+    """The backward of a divided loss, which frees its graph; in the ``last`` one of the window the engine reduces.
 
     Raises:
         MisuseError: a part of the graph is another backward's, and freed.
     """
+    if last:
+        await_reduction(engine)
+    else:
+        engine.activity.phase = Phase.BACKWARD
+    for before in engine.hooks.before_backward:
+        before(loss)
     try:
         engine.backward(loss)
     except RuntimeError as error:
-        refuse_freed(error)
+        _refuse_freed(error)
+    for after in engine.hooks.after_backward:
+        after()
 
 
-def refuse_freed(error: RuntimeError) -> NoReturn:
+def await_reduction(engine: Engine) -> None:
+    """Notes that this rank is ready for the gradient's reduction."""
+    engine.activity.phase, engine.activity.arrived_at = Phase.REDUCTION, perf_counter()
+
+
+def _refuse_freed(error: RuntimeError) -> NoReturn:
     """Raises a backward's error: in our own words where a part of its graph is another backward's, and freed."""
     if "backward through the graph a second time" in str(error):
         problem = "the loss depends on what was computed in an earlier micro-batch, or before its accumulate()"
@@ -177,14 +190,7 @@ def refuse_freed(error: RuntimeError) -> NoReturn:
     raise error
 
 
-def run_window(
-    engine: Engine,
-    window: Window,
-    loss: Loss,
-    *,
-    prefetch: int = 2,
-    backward: Callable[[Engine, Tensor], None] = backward,
-) -> Outcome:
+def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 
     The loss is a sum, and it is divided once: by the count of the whole window on all ranks.
@@ -197,22 +203,18 @@ def run_window(
         window: its counts must be known.
         loss: gives a sum for each micro-batch; one of a whole window is ``represented`` before (see ``two_pass``).
         prefetch: micro-batches on the device at once, the one being computed included; at least 2.
-        backward: runs each micro-batch's, given what it goes back from.
     """
-    losses, last = run_micro_steps(engine, window, loss, prefetch, backward), len(window.micro_batches) - 1
-    if last < 0:
-        engine.activity.phase, engine.activity.arrived_at = Phase.REDUCTION, perf_counter()
+    losses = run_micro_steps(engine, window, loss, prefetch=prefetch)
+    if not window.micro_batches:
+        await_reduction(engine)
         engine.shadow_micro_step()  # the others' reduction needs this rank's zeros
-    engine.activity.phase = Phase.STEP
     return losses.outcome(window.counts, engine.step())
 
 
-def run_micro_steps(
-    engine: Engine, window: Window, loss: Loss, prefetch: int, backward: Callable[[Engine, Tensor], None]
-) -> LossSums:
+def run_micro_steps(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2) -> LossSums:
     """The forwards and backwards of :func:`run_window`."""
     losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
-    random = engine.facts.numerics.random(engine.device)
+    random, factor = engine.facts.numerics.random(engine.device), engine.facts.gradient_divide_factor
     engine.begin_window(len(window.micro_batches), window.deal)
     activity.phase, activity.done = Phase.COPYING, 0
     for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):
@@ -222,14 +224,8 @@ def run_micro_steps(
             with engine.autocast():
                 total = loss(engine.model, batch)  # a sum
             own = window.micro_batches[i].counts
-            divided = normalize_loss(total, window.counts, engine.gradient_divide_factor, own_counts=own)  # once
-            if i == last:
-                activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
-            else:
-                activity.phase = Phase.BACKWARD
-            if activity.watcher is not None:
-                activity.watcher.before_backward(divided)
-            backward(engine, divided)
+            divided = normalize_loss(total, window.counts, factor, own_counts=own)  # once
+            backward(engine, divided, last=i == last)
         losses.add(total)
         if i < last:
             activity.phase = Phase.COPYING

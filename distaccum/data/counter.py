@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 from distaccum.data import loading_processes
 from distaccum.data.agreement import raise_on_all
+from distaccum.data.hooks import Hooks
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
@@ -24,19 +25,6 @@ _FAILED = 2.0**32
 _ELSEWHERE = 2.0**42
 _SCALE, _BITS, _PARTS = 160, 32, 8  # of a number in parts of so many bits, of which the first one counts 2**-160
 _PLACES = 2**19  # by which those in different collectives are told apart
-
-
-class Rider(Protocol):
-    """Numbers that ride in a count's all-reduce."""
-
-    def outgoing(self, micro_batches: int, losses: int) -> list[float]:
-        """This rank's, given the number of micro-batches that are counted, and of losses.
-
-        As many on every rank, and in every all-reduce.
-        """
-
-    def incoming(self, sums: list[float]) -> None:
-        """Their sums over the ranks."""
 
 
 class GlobalCounter:
@@ -57,7 +45,8 @@ class GlobalCounter:
         self._stop_requested = False
         self._width = 0  # numbers in the last all-reduce, next to the signal
         self.stopping = False
-        self.riders: tuple[Rider, ...] = ()
+        self.hooks = Hooks()
+        """Their numbers ride in the count's all-reduce."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,7 +142,7 @@ class GlobalCounter:
         if self._exact:
             counts = exact_sums([micro.counts.get(name, 0.0) for micro in micro_batches] for name in own)
         signal = float(self._stop_requested) + (0.0 if error is None else _FAILED)
-        riding = [rider.outgoing(len(micro_batches), len(own)) for rider in self.riders]
+        riding = [hook.outgoing(len(micro_batches), len(own)) for hook in self.hooks.travelling]
         numbers = [signal, *counts, *more, *chain.from_iterable(riding)]
         self._width = len(numbers) - 1
         activity = self._world.activity
@@ -166,8 +155,8 @@ class GlobalCounter:
             raise_on_all(self._world, error, where)
         self.stopping = self.stopping or signals > 0
         rest = iter(sums[len(counts) + len(more) :])
-        for rider, sent in zip(self.riders, riding, strict=True):
-            rider.incoming(list(islice(rest, len(sent))))
+        for hook, sent in zip(self.hooks.travelling, riding, strict=True):
+            hook.incoming(list(islice(rest, len(sent))))
         totals = sums[: len(counts)]
         if self._exact:
             totals = joined(totals)

@@ -40,13 +40,10 @@ OF_A_WINDOW = frozenset(phase for phase in Phase if _ORDER[Phase.LOADING] <= _OR
 
 
 class Watcher(Protocol):
-    """Told of every phase by the thread that enters it, and of a backward's tensor just before it runs."""
+    """Told of every phase by the thread that enters it."""
 
     def enter(self, phase: Phase) -> None:
         """The rank is in ``phase`` from now on."""
-
-    def before_backward(self, loss: Any) -> None:
-        """The backward of ``loss``, a 0-dim tensor, begins."""
 
 
 @dataclass(slots=True)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.data.hooks import Hooks
 from distaccum.data.plan.units import Deal
+from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.group_settings import GroupSettings
-from distaccum.engines.hooks import WindowHook
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.engines.modules import HostCopy
 from distaccum.engines.numerics import Numerics
@@ -176,8 +177,6 @@ class Engine(ABC):
     """Whether the boundary's backward ends before its reduction begins, so that it may fail as any other."""
     norm_bound: float = math.inf
     """No optimizer steps where the gradient's norm is not below this; a number of fp32, the same on every rank."""
-    hooks: Sequence[WindowHook] = ()
-    """What looks at this engine's windows, in this order."""
     meet: Callable[[], object] | None = None
     """Called before a forward outside of a window where forwards communicate: a collective by which ranks that have
     gone on without it notice; None: nobody does."""
@@ -210,6 +209,8 @@ class Engine(ABC):
         for group in self._rated:
             group["initial_lr"] = group["lr"]
         self._settings = GroupSettings(optimizers)
+        self.hooks = Hooks()
+        """What looks at this engine's windows."""
         self.memory_marks = MemoryMarks()
         """Which shapes of micro-batches fit on this rank, as far as is known."""
         self.buffers = facts.numerics.buffers(model, world)
@@ -346,8 +347,9 @@ class Engine(ABC):
         ``divisor``: the count, where it was not known before the backward. Where the gradient is NaN or infinite on any
         rank, or its norm not below :attr:`norm_bound`, no optimizer steps on any rank.
         """
-        for hook in self.hooks:
-            hook.before_step(divisor)
+        self.activity.phase = Phase.STEP
+        for before in self.hooks.before_step:
+            before(divisor)
         return self._step(divisor)
 
     @abstractmethod

@@ -16,8 +16,9 @@ from torch.autograd import Variable
 
 from distaccum.checkpoint.files import listed, write_json, write_text
 from distaccum.config.trainer import ProfileConfig
+from distaccum.data.hooks import WindowHook
 from distaccum.distributed.activity import Phase
-from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
 from distaccum.train.parts.base import Part
 
@@ -104,8 +105,8 @@ class DeviceClock:
         return float(first.elapsed_time(second)) / 1e3
 
 
-class Timeline:
-    """The marks of consecutive windows: a :class:`~distaccum.distributed.activity.Watcher`.
+class Timeline(WindowHook):
+    """The marks of consecutive windows: a hook, and a :class:`~distaccum.distributed.activity.Watcher`.
 
     Args:
         clock: of this rank's device.
@@ -341,18 +342,15 @@ class Profiler(Part):
 
     Args:
         config: what is wanted.
-        world: this rank.
+        engine: whose windows are profiled.
         folder: gets ``table.md``, ``table.json`` and the files of each rank.
-        forward_communicates: of the engine.
         console: of rank 0, for the table.
     """
 
-    def __init__(
-        self, config: ProfileConfig, world: World, folder: Path, *, forward_communicates: bool, console: Console | None
-    ) -> None:
+    def __init__(self, config: ProfileConfig, engine: Engine, folder: Path, *, console: Console | None) -> None:
         assert config.steps is not None
-        self._config, self._world, self._folder, self._console = config, world, folder, console
-        self._communicates = forward_communicates
+        self._config, self._engine, self._world = config, engine, engine.world
+        self._folder, self._console = folder, console
         self._first, self._last = config.steps
         self._done = 0  # windows of this process
         self._range: Any = None
@@ -409,7 +407,8 @@ class Profiler(Part):
         self._left = False
         by_rank = self._world.all_gather_object(self._timeline.rows())
         device = "device" if self._world.device.type == "cuda" else "host"
-        table = PhaseTable(by_rank, first=self._first, forward_communicates=self._communicates, device=device)
+        communicates = self._engine.facts.forward_communicates
+        table = PhaseTable(by_rank, first=self._first, forward_communicates=communicates, device=device)
         try:
             self._folder.mkdir(exist_ok=True)
             if self._world.is_main:
@@ -460,12 +459,15 @@ class Profiler(Part):
         clock = DeviceClock(self._world.device) if self._world.device.type == "cuda" else HostClock()
         self._timeline = Timeline(clock, self._show)
         self._world.activity.watch(self._timeline)
+        self._engine.hooks.add(self._timeline)
 
     def _stop(self) -> None:
         """Ends the ranges and the trace, which keeps what it has."""
         if self._world.activity.watcher is None:
             return
+        assert self._timeline is not None
         self._world.activity.watch(None)
+        self._engine.hooks.remove(self._timeline)
         self._show("")
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)  # what was queued belongs to the last window

@@ -578,8 +578,7 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
         found.append(RollBack(run, checkpoints))
     found.append(time_limit)
     if config.profile.steps is not None:
-        folder, communicates = run.run_dir.path / "profile", engine.facts.forward_communicates
-        profiler = Profiler(config.profile, world, folder, forward_communicates=communicates, console=console)
+        profiler = Profiler(config.profile, engine, run.run_dir.path / "profile", console=console)
         closing.callback(profiler.close)
         found.append(profiler)
     return found

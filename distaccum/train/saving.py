@@ -16,6 +16,7 @@ from torch import Tensor
 from distaccum.checkpoint.files import HashingWriter, Pieces, write_json
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.trainer import CheckpointConfig
+from distaccum.data.hooks import WindowHook
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 
@@ -90,10 +91,10 @@ class Written:
     error: Exception | None = None
 
 
-class BackgroundSave:
+class BackgroundSave(WindowHook):
     """One save at a time. That it has ended on all ranks is known from the count of a later window.
 
-    See :class:`~distaccum.data.counter.Rider`. A save's number travels, as what is summed may have been sent before the
+    A save's number travels, as what is summed may have been sent before the
     save began.
 
     Each rank also leaves its digests in the folder, so that rank 0 can publish where the ranks have lost each other.
@@ -232,10 +233,8 @@ class BestCheckpoint:
 # Checkpoints by the clock: rank 0 says when one is due, and it travels with the count of a window.
 
 
-class SaveClock:
+class SaveClock(WindowHook):
     """Due so long after the last save, or after the start; all ranks learn of it before the same window.
-
-    See :class:`~distaccum.data.counter.Rider`.
 
     Args:
         every: seconds.

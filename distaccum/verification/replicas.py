@@ -15,6 +15,7 @@ from math import ceil, log2
 import torch
 from torch import Tensor
 
+from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -31,7 +32,7 @@ _STATE = "the optimizers' state is no longer"
 _FIXED_OPERATORS = 4  # that combine the checksums of all parameters
 
 
-class Replicas:
+class Replicas(WindowHook):
     """What is the same on every rank is compared after the first window, then every ``every`` windows.
 
     The checksums of window k travel with the count of window k + 1; on a GPU with that of k + 2, as the host would have
@@ -55,9 +56,9 @@ class Replicas:
         self._mask = 2 ** (_BITS - ceil(log2(ceil(world.size / self._slots)))) - 1
         self._views: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._odd: Tensor | None = None
-        self.restart()
+        self.restarted()
 
-    def restart(self) -> None:
+    def restarted(self) -> None:
         """Forgets what was noted, as when weights are loaded: the next window is compared again."""
         self._since: int | None = None  # windows since the last checksum
         self._pending: tuple[int, int, HostCopy] | None = None  # the window, the windows since, its checksum
@@ -120,7 +121,7 @@ class Replicas:
 
     # --- between windows
 
-    def window_ended(self, window: Window) -> None:
+    def after_step(self, window: Window) -> None:
         """Notes a window whose step was made, and takes the checksum where it is due; nothing waits for the device."""
         self._windows += 1
         if self._world.size == 1:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -63,7 +64,7 @@ _log = logging.getLogger(__name__)
 FIRST, NEVER = "first", "never"
 
 
-class Verifier:
+class Verifier(WindowHook):
     """Says which windows are verified, and runs their proofs.
 
     Args:
@@ -93,16 +94,16 @@ class Verifier:
         self._loss_checked = self._warned = False
         self.summary = ""
         """What the last proof found, for people; empty where there was none, or none could be given."""
-        self.restart()
+        self.restarted()
 
-    def restart(self) -> None:
+    def restarted(self) -> None:
         """The next window is verified again, unless none is."""
         self._since: int | None = None  # windows since the last one that was verified
         self.proof: GradientProof | None = None
         """Of the current window; None where it is not verified."""
         self._judged = False  # whether the ranks have begun to compare it
 
-    def begin(self, window: Window) -> None:
+    def window_begins(self, window: Window) -> None:
         """Begins a window; every rank calls it.
 
         Raises:
@@ -131,7 +132,7 @@ class Verifier:
         self.check_loss(window, loss)
         return self.proof
 
-    def drop(self) -> None:
+    def window_dropped(self) -> None:
         """Ends a window that makes no step; the next one is verified."""
         if self.proof is not None:
             self.proof.close()
@@ -164,7 +165,7 @@ class Verifier:
         """Around the window's step, :meth:`before_step` included; is to be told the norm that the step reports.
 
         After an error in the window's forwards and backwards the proof stays open: the other ranks have theirs, and
-        this one takes part in it when it gives the window up. :meth:`drop` ends it.
+        this one takes part in it when it gives the window up. :meth:`window_dropped` ends it.
 
         Raises:
             VerificationError: the optimizers are given something else; on all ranks, and no weight has moved.
@@ -182,7 +183,7 @@ class Verifier:
             self._skipped.note(norm, before)
         finally:
             if self._judged:
-                self.drop()
+                self.window_dropped()
         if proof.conclusive:
             self._since, self.summary = 1, proof.summary
             if self._world.is_main and self.summary:

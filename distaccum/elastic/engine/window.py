@@ -5,19 +5,15 @@ The plan of a window that goes on without them says what is left of it, and who 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from time import perf_counter
 from typing import ClassVar
 
-from torch import Tensor
-
-from distaccum.accumulation.step import LossSums, Outcome, backward, run_micro_steps
+from distaccum.accumulation.step import LossSums, Outcome, await_reduction, run_micro_steps
 from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.units import Deal, Node, UnitEpoch, UnitPlan
 from distaccum.data.window import Window
-from distaccum.distributed.activity import Phase
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.engines.base import Engine
 from distaccum.losses.base import Loss
@@ -98,28 +94,20 @@ class _ContinuedEpoch(UnitEpoch):
         return self.again.counts if self._begun(k) else counted
 
 
-def run_window(
-    engine: Engine,
-    window: Window,
-    loss: Loss,
-    *,
-    prefetch: int = 2,
-    backward: Callable[[Engine, Tensor], None] = backward,
-) -> Outcome:
+def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2) -> Outcome:
     """As the core's ``run_window``; the losses of all ranks travel with the gradient, so that each rank has them.
 
     A rank that is lost before the step then takes no loss with it.
     """
-    losses, activity = run_micro_steps(engine, window, loss, prefetch, backward), engine.activity
+    losses = run_micro_steps(engine, window, loss, prefetch=prefetch)
     if isinstance(loss, SecondPass):  # of no unit: rank 0 has the window's
         losses = LossSums(engine.device)
         losses.add(loss.sums)
-    activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
+    await_reduction(engine)
     elastic = resumable(engine)
     elastic.send_along(losses.placed(window.counts, engine.world.rank))
     if window.micro_batches:
         elastic.reduce()
     else:
         engine.shadow_micro_step()
-    activity.phase = Phase.STEP
     return losses.outcome(window.counts, engine.step(), elastic.received)

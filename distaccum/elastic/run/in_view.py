@@ -15,7 +15,7 @@ from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.window import run_window
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.run.hand_over import Begin
-from distaccum.elastic.run.joining import JoinRider, JoinsError
+from distaccum.elastic.run.joining import JoinHook, JoinsError
 from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.elastic.run.restore import RestoreCarried
@@ -53,7 +53,7 @@ class InView(Session):
         beginning: str,
         *,
         begin: Begin,
-        rider: JoinRider,
+        rider: JoinHook,
         resources: Rank0Resources,
         changes: Callable[[], AbstractContextManager[None]],
         first_to: Callable[[str], bool],
@@ -111,7 +111,7 @@ class InView(Session):
             self._memory.forget_handed()
             if console is not None:
                 self._memory.tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        accumulator.add_rider(self._rider)
+        accumulator.add_hook(self._rider)
         if self._memory is None:
             accumulator.run_windows_by(run_window)
         if self._begin.carried is not None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from threading import Event, Thread
 from types import TracebackType
 
+from distaccum.data.hooks import WindowHook
 from distaccum.elastic.group.membership import Membership
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.errors import DistaccumError
@@ -17,14 +18,14 @@ class JoinsError(ViewChangedError):  # what happens, not what is wrong
     """The view ends between two windows, on all its ranks alike, for somebody who waits: its group is whole."""
 
 
-class JoinRider:
+class JoinHook(WindowHook):
     """Tells all ranks with a window's count that a member waits to join; a thread asks the store, within the block."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership, self._wished, self._ended = membership, False, Event()
         self._thread = Thread(target=self._look, name="elastic-candidates", daemon=True)
 
-    def __enter__(self) -> JoinRider:
+    def __enter__(self) -> JoinHook:
         self._thread.start()
         return self
 

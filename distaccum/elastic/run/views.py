@@ -25,7 +25,7 @@ from distaccum.elastic.run.going_on import GoesOn
 from distaccum.elastic.run.hand_over import Begin
 from distaccum.elastic.run.in_place import InPlace
 from distaccum.elastic.run.in_view import InView
-from distaccum.elastic.run.joining import JoinRider
+from distaccum.elastic.run.joining import JoinHook
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.elastic.run.standstill import Standstill
 from distaccum.errors import DistaccumError
@@ -100,7 +100,7 @@ def run_in_views(
     rank, logs = member.environment.rank, False
     with (
         nullcontext(signals) if signals else StopSignals() as caught,
-        JoinRider(member.membership) as rider,
+        JoinHook(member.membership) as rider,
         Rank0Resources() as resources,
     ):
         member.membership.told_to_leave = lambda: caught.received

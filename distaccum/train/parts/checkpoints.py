@@ -67,7 +67,7 @@ class Checkpoints(Part):
         ago = run.saved_ago_s
         self._clock = None if minutes is None else SaveClock(60 * minutes, decides=world.is_main, ago=ago)
         if self._clock is not None:
-            run.accumulator.add_rider(self._clock)
+            run.accumulator.add_hook(self._clock)
         self._background = self._make_background() if self._config.background else None
         self._host_memory = HostMemory(world.device)
         self._begun = Progress()  # of the last one in the background
@@ -270,7 +270,7 @@ class Checkpoints(Part):
                 _log.log(logging.WARNING if asked else logging.INFO, problem)
             return None
         background = BackgroundSave(self._world.rank, self._world.size)
-        self._accumulator.add_rider(background)
+        self._accumulator.add_hook(background)
         return background
 
     def run_state(self, logged: Mapping[str, int]) -> checkpoint.RunState:

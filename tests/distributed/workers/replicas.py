@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, Callback, RunConfig, Trainer, World
+from distaccum.data.hooks import Hooks
 from distaccum.errors import DistaccumError
 from distaccum.testing.counters import OperationCounter
 
@@ -127,7 +128,7 @@ def operators(world: World, *, riding: bool) -> int:
         world=world,
     )
     if not riding:
-        acc._counter.riders = ()
+        acc._counter.hooks = Hooks()
     windows = acc.windows(data())
     for _ in range(2):
         acc.step(next(windows), loss)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distaccum import Accumulator, CrossEntropy, World
+from distaccum.data.hooks import Hooks
 from distaccum.models.gpt import GPT
 from distaccum.testing.counters import OperationCounter
 
@@ -40,7 +41,7 @@ def counts(world: World, verify: str, *, riding: bool, windows: int) -> dict[str
         verify=verify,
     )
     if not riding:
-        acc._counter.riders = ()
+        acc._counter.hooks = Hooks()
     found: dict[str, Any] = {}
     each = acc.windows([(row[:-1], row[1:]) for row in tokens])
     for name, number in (("first window", 1), ("later windows", windows)):

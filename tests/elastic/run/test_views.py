@@ -37,7 +37,7 @@ from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.group.views import Report, View
 from distaccum.elastic.run import going_on
 from distaccum.elastic.run.carried import Carried
-from distaccum.elastic.run.joining import JoinRider
+from distaccum.elastic.run.joining import JoinHook
 from distaccum.elastic.run.launch import ElasticLaunch
 from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.standstill import StandstillError
@@ -212,7 +212,7 @@ def _leave_in(
 def _wait_to_join(patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A function after which the next count ends the view."""
     wished = list[float]()
-    patch.setattr(JoinRider, "outgoing", lambda *_: [wished.pop() if wished else 0.0])
+    patch.setattr(JoinHook, "outgoing", lambda *_: [wished.pop() if wished else 0.0])
     return lambda: wished.append(1.0)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from distaccum.accumulation.lockstep import WINDOWS, Stragglers
 from distaccum.data.counter import GlobalCounter
+from distaccum.data.hooks import Hooks, WindowHook
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 
@@ -65,10 +66,10 @@ def test_a_collective_of_the_programs_own_in_the_counts_place_is_refused() -> No
         ranks[0].incoming([number + 5 for number in given])
 
 
-def test_each_rider_gets_its_own_numbers(gloo_world: World) -> None:
+def test_each_hook_gets_its_own_numbers(gloo_world: World) -> None:
     got: dict[str, list[float]] = {}
 
-    class Carries:
+    class Carries(WindowHook):
         def __init__(self, name: str, numbers: list[float]) -> None:
             self._name, self._numbers = name, numbers
 
@@ -79,6 +80,6 @@ def test_each_rider_gets_its_own_numbers(gloo_world: World) -> None:
             got[self._name] = sums
 
     counter = GlobalCounter(gloo_world, None)
-    counter.riders = (Carries("a", [1.0, 2.0]), Carries("b", []))
+    counter.hooks = Hooks(Carries("a", [1.0, 2.0]), Carries("b", []))
     assert counter.all_reduce([], [5.0]) == ({}, [5.0])
     assert got == {"a": [1.0, 2.0, 0.0], "b": [0.0]}

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distaccum.accumulation.step import refuse_freed
+from distaccum.data.hooks import WindowHook
+from distaccum.data.window import Window
 from distaccum.engines.base import Engine
 from distaccum.engines.optimizer_step import is_guarded
 from distaccum.engines.ownership import is_owned, leaves_of
@@ -24,25 +25,26 @@ from distaccum.errors import MisuseError
 _WINDOWS = 2  # whose graphs are walked
 
 
-class Strangers:
+class ForeignParameters(WindowHook):
     """Finds the leaves of a loss that no engine owns, and refuses an optimizer that steps on what they got from it.
 
     Many are no fault: an input whose gradient is wanted, a critic that is not frozen, a model that is trained on
     another loss by other means. What is refused is a step on the very gradient that the accumulator's backward left.
 
     Args:
-        exact: whether a stranger's gradient is right without the engine: on one rank, with nothing left to divide by.
+        engine: whose backward leaves the gradients.
     """
 
-    def __init__(self, *, exact: bool) -> None:
-        self._windows = 0 if exact else _WINDOWS
-        # What the accumulator's backward has left in a stranger: the gradient, and its version.
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._windows = engine, _WINDOWS
+        self._leaves: list[Tensor] = []  # of the backward that comes next, or runs
+        # What the accumulator's backward has left in a foreign parameter: the gradient, and its version.
         self._left: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], int]] = {}
         self._hooks: list[Any] = []
         self._within = False
 
-    def window_ended(self) -> None:
-        """Notes that a window's losses were looked at; after the last one, the strangers say themselves what they get.
+    def after_step(self, window: Window) -> None:
+        """Notes that a window's losses were looked at; after the last one, the leaves say themselves what they get.
 
         What has no gradient by now is none: the engine has gathered it for the forward, and freed it.
         """
@@ -53,19 +55,24 @@ class Strangers:
                 if leaf is not None and leaf.grad is not None:
                     note: Any = self._note
                     self._hooks.append(leaf.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+            if not self._hooks:
+                self._engine.hooks.remove(self)
 
-    def backward(self, engine: Engine, loss: Tensor) -> None:
-        """Runs the backward of a micro-batch's loss; see ``step.backward``."""
-        strangers = [leaf for leaf in leaves_of(loss) if not is_owned(leaf)] if self._windows > 0 else []
+    def before_backward(self, loss: Tensor) -> None:
+        """Looks for foreign leaves in the first windows."""
+        self._leaves = [leaf for leaf in leaves_of(loss) if not is_owned(leaf)] if self._windows > 0 else []
         self._within = True
-        try:
-            engine.backward(loss)
-        except RuntimeError as error:
-            refuse_freed(error)
-        finally:
-            self._within = False
-        for leaf in strangers:
+
+    def after_backward(self) -> None:
+        """Notes what they got."""
+        self._within = False
+        for leaf in self._leaves:
             self._note(leaf, known=True)
+        self._leaves = []
+
+    def window_dropped(self) -> None:
+        """After an error in the backward as well."""
+        self._within, self._leaves = False, []
 
     def close(self) -> None:
         """Removes all hooks."""
