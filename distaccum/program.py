@@ -87,6 +87,8 @@ def load(target: str) -> Any:
 
 REPORT = "distaccum.tools.report.at_end:ReportAtEnd"
 """A context around a run, which writes its report at its end."""
+HELP = "distaccum.tools.help:show"
+"""Prints what can be set, given ``train`` or ``plan`` and a key or group, and gives the exit code."""
 
 
 TABLE = (
@@ -132,7 +134,7 @@ TABLE = (
     ),
     Command(
         "wandb-upload",
-        "distaccum.train.metrics.wandb:main",
+        "distaccum.tools.wandb_upload:main",
         "makes a W&B run of a run's metrics.jsonl",
     ),
 )

@@ -17,10 +17,10 @@ from textwrap import dedent
 
 import pytest
 
-from distaccum.config.describe import settings
 from distaccum.config.precision import ALIASES
 from distaccum.data.datasets.lines import lines
 from distaccum.program import commands
+from distaccum.tools.settings import settings
 from launch.docs import json_schema
 from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables

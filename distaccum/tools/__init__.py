@@ -1,4 +1,4 @@
-"""Tools beside a training run: audit, doctor, plan, report, compare, verify, export, from_deepspeed.
+"""Tools beside a training run: audit, doctor, plan, report, compare, verify, export, W&B upload, help, from_deepspeed.
 
 A ring beside the core: each tool imports the core, and nothing in the core imports one. The command ``distaccum`` finds
 them by the names in ``program.py``; a run's report at its end is a callback, found by its name, too.

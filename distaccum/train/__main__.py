@@ -45,9 +45,7 @@ def main(job: str = "distaccum.train.cli:main", *, dies_by: signal.Signals = sig
             sys.exit(128 + signal.SIGTERM)  # and neither does one that was gone before that line
     program.start()
     if (topic := program.help_asked(sys.argv[1:])) is not None:
-        from distaccum.train.help import show  # noqa: PLC0415  without torch
-
-        sys.exit(show("train", topic))
+        sys.exit(program.load(program.HELP)("train", topic))  # without torch
     if any(argument in ("-sc", "--shell-completion") for argument in sys.argv[1:]):
         from distaccum.config.command_line import complete  # noqa: PLC0415  without torch
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from distaccum.config.describe import Setting, settings
 from distaccum.config.schema import conf_dir
+from distaccum.tools.settings import Setting, settings
 
 FILE: Path = conf_dir() / "settings.schema.json"
 _KINDS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
-from distaccum.config.describe import Setting, arguments, settings
+from distaccum.tools.settings import Setting, arguments, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 MARKS = "<!-- {0}: made by python -m launch.docs -->", "<!-- {0} end -->"

@@ -173,7 +173,7 @@ def _upload(run_dir: Path) -> list[dict[str, Any]]:
 
 def _upload_offline(run_dir: Path) -> Path:
     """W&B's file. By a process of its own: W&B in this one would have the runs of later tests share its service."""
-    uploads = [sys.executable, "-m", "distaccum.train.metrics.wandb", "--offline", "--id=again", str(run_dir)]
+    uploads = [sys.executable, "-m", "distaccum.tools.wandb_upload", "--offline", "--id=again", str(run_dir)]
     subprocess.run(uploads, check=True, timeout=100, env=environment(PYTHONPATH=str(ROOT)))
     (file,) = run_dir.glob("wandb/offline-run-*-again/*.wandb")
     return file

@@ -20,7 +20,7 @@ from distaccum.config.command_line import check_overrides, composed, flags_as_se
 from distaccum.config.extras import install_command
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
-from distaccum.train.help import show
+from distaccum.tools.help import show
 
 
 def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from distaccum.config.describe import groups
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.tools.report.columns import Columns, Number, final, finite
 from distaccum.tools.report.read import REFERENCE, YAML, Node, Run
+from distaccum.tools.settings import groups
 
 _GROUPS = ("model", "data", "loss", "schedule")  # whose settings no dataclass knows
 _LOWER = re.compile(r"loss(?!_scale)|bits_per_byte|perplexity|error|_time_s$|_wait_s$|memory|skipped|nonfinite|retries")

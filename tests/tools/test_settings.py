@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from distaccum.config.describe import Setting, groups, meanings, settings
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
+from distaccum.tools.settings import Setting, groups, meanings, settings
 
 OWN = {one.key: one for one in settings() if not one.group}
 GROUPS = {one.key: one for one in groups()}
-CONF = Path(__file__).parents[3] / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def _homes() -> dict[str, Any]:

@@ -11,9 +11,9 @@ from hydra import compose, initialize_config_dir
 from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
-from distaccum.config.describe import settings
 from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.errors import ConfigError
+from distaccum.tools.settings import settings
 
 SCHEMA = Draft7Validator(json.loads((conf_dir() / "settings.schema.json").read_text()))
 

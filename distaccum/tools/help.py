@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distaccum import program
-from distaccum.config.describe import Setting, arguments, groups, settings
 from distaccum.config.schema import conf_dir
 from distaccum.errors import near_misses
+from distaccum.tools.settings import Setting, arguments, groups, settings
 
 _ALL = "all"
 _INDENT = 6

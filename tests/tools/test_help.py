@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from distaccum.config.schema import conf_dir, dotted
 from distaccum.models.gpt import GPT
 from distaccum.program import help_asked
-from distaccum.train.help import _OFTEN, overview, show
+from distaccum.tools.help import _OFTEN, overview, show
 from tests.support.commands import ROOT, environment
 
 KEY = re.compile(r"^  ([\w./]+)(?:  \(|=)", re.MULTILINE)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from distaccum.config import describe as room
-from distaccum.config.describe import GROUPS, Setting, arguments
 from distaccum.config.schema import conf_dir
 from distaccum.models import gpt
+from distaccum.tools import settings as room
+from distaccum.tools.settings import GROUPS, Setting, arguments
 
 FILES = [(group, path.stem) for group in GROUPS for path in sorted((conf_dir() / group).glob("*.yaml"))]
 
