@@ -51,6 +51,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "world_size": int,
     "scaler": (dict, _NONE),
     "optimizer_values": dict,
+    "optimizer_format": str,
+    "facts": dict,
+    "spikes": dict,
+    "logged": dict,
+    "memory": dict,
 }
 
 
@@ -62,7 +67,7 @@ class RunState:
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
     ``facts`` tell another model or other data than the configuration does, ``spikes`` is what gradient norms are
     judged by, ``logged`` has the window and the step of the last record, and ``memory`` the micro-batch that was found
-    and the shapes that fit; all are empty in older checkpoints.
+    and the shapes that fit.
     """
 
     progress: Progress
@@ -196,15 +201,7 @@ def read(folder: Path) -> SavedState:
         folder=folder,
         run=RunState(
             progress=Progress(**record["clocks"]),
-            position=record["position"],
-            wandb_id=record["wandb_id"],
-            config=record["config"],
-            callbacks=record["callbacks"],
-            optimizer_format=record.get("optimizer_format", BY_PARAMETER),
-            facts=record.get("facts", {}),
-            spikes=record.get("spikes", {}),
-            memory=record.get("memory", {}),
-            logged=record.get("logged", {}),
+            **{one.name: record[one.name] for one in fields(RunState) if one.name != "progress"},
         ),
         world_size=record["world_size"],
         scaler=record["scaler"] or {},
@@ -214,15 +211,7 @@ def read(folder: Path) -> SavedState:
 
 def _check_types(folder: Path, record: Mapping[str, Any]) -> None:
     wrong = [name for name, kinds in _TYPES.items() if name not in record or not isinstance(record[name], kinds)]
-    later = {
-        "optimizer_format": str,
-        "facts": dict,
-        "spikes": dict,
-        "logged": dict,
-        "memory": dict,
-    }  # older formats have none
-    wrong += [name for name, kind in later.items() if not isinstance(record.get(name, kind()), kind)]
-    if not wrong and not all(isinstance(n, int) for n in record.get("logged", {}).values()):
+    if not wrong and not all(isinstance(n, int) for n in record["logged"].values()):
         wrong = ["logged"]
     numbers = {one.name for one in fields(Progress)}
     if not wrong and not all(name in numbers and isinstance(n, int | float) for name, n in record["clocks"].items()):

@@ -56,7 +56,6 @@ def labelled_text(
     vocab_size: int = 2000,
     max_length: int = 256,
     held_out: float = 0.1,
-    pad_to: int | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> LabelledText:
     """Reads a file of texts with labels, and holds out a random share, the same one every time.
@@ -70,18 +69,20 @@ def labelled_text(
         vocab_size: the most tokens of a tokenizer that is trained.
         max_length: the most tokens of a text; longer ones are truncated.
         held_out: the share of the texts to hold out.
-        pad_to: the length of every batch, at least that of the longest text; None: its own longest.
-        pad_to_multiple_of: instead, rounds the length of each batch up to a multiple of it.
+        pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
 
     Raises:
         ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
             range, a tokenizer that cannot be loaded; or transformers is not installed.
     """
     require_fraction("data.held_out", held_out)
-    check_lengths(pad_to, pad_to_multiple_of, key="data.")
+    check_lengths(None, pad_to_multiple_of, key="data.")
     if max_length < _FEWEST:
         raise ConfigError("data.max_length", max_length, f"must be at least {_FEWEST}", "Give the tokens of a text")
-    texts, names = _read(path, text=text, label=label)
+    if text == label:
+        raise ConfigError("data.label", label, "is the column of the texts too", "Name two columns")
+    rows = _read(path, {"data.text": text, "data.label": label}, numbers=True, what="texts")
+    texts, names = zip(*(row for _, row in rows), strict=True)
     labels = tuple(sorted(set(names)))
     if len(labels) == 1:
         raise ConfigError("data.label", label, f"is {labels[0]!r} on every line of {path}", "Give texts of two classes")
@@ -91,17 +92,12 @@ def labelled_text(
     known = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(trained_on, vocab_size=vocab_size)
     ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
     samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
-    pad_id, longest = padding_id(known), max(map(len, ids))
-    if pad_to is not None and pad_to < longest:
-        problem = f"the longest text has {longest} tokens"
-        raise ConfigError("data.pad_to", pad_to, problem, "Raise it, or lower data.max_length")
+    pad_id = padding_id(known)
     source = DataSpec(
         train=samples[:cut],
         eval_dataset=samples[cut:],
         description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
-        collate=PadCollator(
-            {"input_ids": pad_id, "attention_mask": 0}, pad_to=pad_to, pad_to_multiple_of=pad_to_multiple_of
-        ),
+        collate=PadCollator({"input_ids": pad_id, "attention_mask": 0}, pad_to_multiple_of=pad_to_multiple_of),
         ignored={"labels": IGNORED},
         lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
     )
@@ -118,26 +114,34 @@ def _classes(labels: tuple[str, ...], shown: int = 5) -> str:
     return f"{len(labels)} classes ({', '.join(labels[:shown])}{more})"
 
 
-def _read(path: str, *, text: str, label: str) -> tuple[list[str], list[str]]:
-    """The texts, and their labels."""
+def _read(path: str, columns: Mapping[str, str | None], *, numbers: bool, what: str) -> list[tuple[int, list[str]]]:
+    """The line of each row, and its texts by column: empty ones of a column that is None.
+
+    Args:
+        path: of the file.
+        columns: their names, by the settings that state them.
+        numbers: whether numbers are texts, too, and blanks are none.
+        what: a row is.
+    """
     if not Path(path).is_file():
         raise ConfigError("data.path", path, "no such file", "Give the path of a CSV or JSON-lines file")
-    columns: dict[str, list[str]] = {text: [], label: []}
-    if len(columns) == 1:
-        raise ConfigError("data.label", label, "is the column of the texts too", "Name two columns")
+    found = []
     for line, row in read_rows(path):
-        for key, column in (("data.text", text), ("data.label", label)):
-            if column not in row:
+        texts = []
+        for key, column in columns.items():
+            if column is not None and column not in row:
                 problem = f"no such column: line {line} of {path} has {', '.join(row)}{near_misses(column, row)}"
                 raise ConfigError(key, column, problem, "Name one that is there on every line")
-            value = row[column]
-            if not isinstance(value, str | int | float) or not str(value).strip():
-                raise unreadable(path, line, f"there is no text or number in column {column!r}")
-            columns[column].append(str(value))
-    if len(columns[text]) < 2:  # noqa: PLR2004  one to train on, one to hold out
-        problem = f"holds {len(columns[text])} texts, and two are the least"
-        raise ConfigError("data.path", path, problem, "Give a file with more texts in it")
-    return columns[text], columns[label]
+            value = "" if column is None else row[column]
+            is_text = isinstance(value, str | int | float if numbers else str)
+            if column is not None and not (is_text and (str(value).strip() if numbers else value)):
+                raise unreadable(path, line, f"there is no text{' or number' if numbers else ''} in column {column!r}")
+            texts.append(str(value))
+        found.append((line, texts))
+    if len(found) < 2:  # noqa: PLR2004  one to train on, one to hold out
+        problem = f"holds {len(found)} {what}, and two are the least"
+        raise ConfigError("data.path", path, problem, "Give a file with more of them")
+    return found
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -222,8 +226,8 @@ def prompts(
     if max_length < 2:  # noqa: PLR2004  a token, and the one before it
         raise ConfigError("data.max_length", max_length, "must be at least 2", "Give the tokens of a sample")
     known = load_tokenizer(tokenizer)
-    rows = _read_prompts(path, prompt=prompt, completion=completion)
-    samples = [_prompt_sample(known, path, *row, max_length=max_length) for row in rows]
+    rows = _read(path, {"data.prompt": prompt, "data.completion": completion}, numbers=False, what="samples")
+    samples = [_prompt_sample(known, path, line, *texts, max_length=max_length) for line, texts in rows]
     order = np.random.default_rng(0).permutation(len(samples))
     cut = min(max(1, int(len(samples) * (1 - held_out))), len(samples) - 1)
     train, rest = ([samples[i] for i in part] for part in (order[:cut], order[cut:]))
@@ -274,29 +278,6 @@ def labelled(
         held_out=held_out,
         pad_to_multiple_of=pad_to_multiple_of,
     ).source
-
-
-def _read_prompts(path: str, *, prompt: str | None, completion: str) -> list[tuple[int, str, str]]:
-    """The line, the prompt and the completion of each sample."""
-    if not Path(path).is_file():
-        raise ConfigError("data.path", path, "no such file", "Give the path of a CSV or JSON-lines file")
-    columns = {"data.prompt": prompt, "data.completion": completion}
-    found = []
-    for line, row in read_rows(path):
-        texts = []
-        for key, column in columns.items():
-            if column is not None and column not in row:
-                problem = f"no such column: line {line} of {path} has {', '.join(row)}{near_misses(column, row)}"
-                raise ConfigError(key, column, problem, "Name one that is there on every line")
-            value = "" if column is None else row[column]
-            if not isinstance(value, str) or not (value or column is None):
-                raise unreadable(path, line, f"there is no text in column {column!r}")
-            texts.append(value)
-        found.append((line, texts[0], texts[1]))
-    if len(found) < 2:  # noqa: PLR2004  one to train on, one to hold out
-        problem = f"holds {len(found)} samples, and two are the least"
-        raise ConfigError("data.path", path, problem, "Give a file with more of them")
-    return found
 
 
 def _prompt_sample(

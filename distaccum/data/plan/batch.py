@@ -7,10 +7,11 @@ so resuming and changing the world size are arithmetic.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import InitVar, asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,169 +50,133 @@ class Epoch(Protocol):
         """The micro-batches of ``rank`` in window ``k``, by positions; empty ones where the rank has nothing left."""
 
 
-class Plan(Protocol):
+class Plan(ABC):
     """The division of a map-style dataset: by samples (:class:`BatchPlan`) or by tokens (``TokenPlan``).
 
-    A ``MicroTokenPlan`` is another one, whose micro-batches are cut otherwise.
+    A :class:`CutPlan` is another one, whose micro-batches are cut otherwise. What is not abstract answers for windows
+    that are cut by samples, and whose plan is a dataclass.
     """
 
-    @property
-    def samples(self) -> int:
-        """Samples per epoch over all ranks."""
+    is_stream: Literal[False] = False
+    """Whether the samples are a stream's; a :class:`~distaccum.data.plan.stream.StreamPlan` is no ``Plan``."""
+    has_units: ClassVar[bool] = False
+    """Whether micro-batches are units, which are the same on any number of ranks."""
+    arranges_samples: ClassVar[bool] = False
+    """Whether the plan itself decides which samples of a window share a micro-batch."""
+
+    if TYPE_CHECKING:  # of some plans fields
+
+        @property
+        @abstractmethod
+        def samples(self) -> int:
+            """Samples per epoch over all ranks."""
+
+        @property
+        @abstractmethod
+        def micro_batch_size(self) -> int:
+            """The most samples one forward/backward on one rank takes."""
+
+        @property
+        @abstractmethod
+        def world_size(self) -> int:
+            """Number of ranks."""
+
+        @property
+        @abstractmethod
+        def seed(self) -> int | None:
+            """Seed of the order of samples; None for the dataset's own order."""
 
     @property
-    def micro_batch_size(self) -> int:
-        """The most samples one forward/backward on one rank takes."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the order of samples; None for the dataset's own order."""
-
-    @property
-    def position(self) -> dict[str, int]:
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
         """The numbers that give a window's index its meaning."""
 
+    @abstractmethod
     def epoch(self, epoch: int, /) -> Epoch:
         """One epoch's windows."""
 
+    @abstractmethod
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
+        return ids_in_order(self.samples, self.seed, epoch, positions)
 
+    @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``."""
 
+    @abstractmethod
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
 
     @property
-    def is_stream(self) -> Literal[False]:
-        """Whether the samples are a stream's; a :class:`~distaccum.data.plan.stream.StreamPlan` is no ``Plan``."""
-
-    @property
-    def has_units(self) -> bool:
-        """Whether micro-batches are units, which are the same on any number of ranks."""
-
-    @property
-    def arranges_samples(self) -> bool:
-        """Whether the plan itself decides which samples of a window share a micro-batch."""
-
-    @property
     def rows(self) -> int:
         """The samples of a rank's largest micro-batch."""
+        return self.micro_batch_size
 
     @property
     def largest(self) -> int:
         """The most samples of a window, where windows of later epochs are larger; else 0."""
+        return 0
 
     @property
     def first_whole_epoch(self) -> int:
         """The first epoch all of whose windows are planned."""
+        return 0
 
     @property
     def items_of_window(self) -> int:
         """Micro-batches of a rank's largest window; of limits of tokens in epoch 0."""
-
-    @property
-    def micro_batch_key(self) -> dict[str, int]:
-        """What cuts micro-batches, by its key."""
-
-    @property
-    def micro_batch_in_words(self) -> str:
-        """The most that a micro-batch holds."""
-
-    @property
-    def limit_of_tokens(self) -> dict[str, int]:
-        """The limit of a micro-batch in tokens, by the name that an error has for it; empty without one."""
-
-    def samples_like(self, sample: int) -> Fraction:
-        """How many samples as long as this one a micro-batch holds at most."""
-
-    def for_ranks(self, ranks: int) -> Plan:
-        """The plan as another number of ranks has it."""
-
-    def resized(self, change: Resize) -> Plan | None:
-        """The plan with another global batch since a window; None where windows are cut by tokens or a schedule."""
-
-    def with_micro_batch(self, size: int) -> Plan:
-        """The plan with micro-batches of up to ``size`` samples, or as many tokens as so many of the longest have."""
-
-    def grouped_by_length(self, grouped: bool) -> Plan:
-        """The plan with samples of similar length in a micro-batch, or not, where it :attr:`arranges_samples`."""
-
-    def evenly(self) -> Plan:
-        """The plan with windows that are all as large as its largest."""
-
-
-class PlanDefaults:
-    """What a plan by samples answers; others answer what differs."""
-
-    is_stream: Literal[False] = False
-    has_units: ClassVar[bool] = False
-    arranges_samples: ClassVar[bool] = False
-    largest = 0
-    first_whole_epoch = 0
-
-    @property
-    def items_of_window(self: Plan) -> int:
-        """See :class:`Plan`."""
         steps: int = self.as_dict()["accumulation_steps"]
         return steps
 
     @property
-    def rows(self: Plan) -> int:
-        """See :class:`Plan`."""
-        return self.micro_batch_size
-
-    @property
-    def micro_batch_key(self: Plan) -> dict[str, int]:
-        """See :class:`Plan`."""
+    def micro_batch_key(self) -> dict[str, int]:
+        """What cuts micro-batches, by its key."""
         return {"batch.unit_size": self.micro_batch_size}
 
     @property
-    def micro_batch_in_words(self: Plan) -> str:
-        """See :class:`Plan`."""
+    def micro_batch_in_words(self) -> str:
+        """The most that a micro-batch holds."""
         return f"{self.micro_batch_size} samples"
 
     @property
     def limit_of_tokens(self) -> dict[str, int]:
-        """See :class:`Plan`."""
+        """The limit of a micro-batch in tokens, by the name that an error has for it; empty without one."""
         return {}
 
-    def samples_like(self: Plan, _: int) -> Fraction:
-        """See :class:`Plan`."""
+    def samples_like(self, sample: int) -> Fraction:
+        """How many samples as long as this one a micro-batch holds at most."""
         return Fraction(self.rows)
 
-    def for_ranks(self: Any, ranks: int) -> Plan:
-        """See :class:`Plan`."""
-        other: Plan = replace(self, world_size=ranks)
-        return other
+    def for_ranks(self, ranks: int) -> Plan:
+        """The plan as another number of ranks has it."""
+        return self._with(world_size=ranks)
 
-    def resized(self, _: Resize) -> Plan | None:
-        """See :class:`Plan`."""
+    def resized(self, change: Resize) -> Plan | None:
+        """The plan with another global batch since a window; None where windows are cut by tokens or a schedule."""
         return None
 
-    def with_micro_batch(self: Any, size: int) -> Plan:
-        """See :class:`Plan`."""
-        other: Plan = replace(self, micro_batch_size=size)
+    def with_micro_batch(self, size: int) -> Plan:
+        """The plan with micro-batches of up to ``size`` samples, or as many tokens as so many of the longest have."""
+        return self._with(micro_batch_size=size)
+
+    def grouped_by_length(self, grouped: bool) -> Plan:
+        """The plan with samples of similar length in a micro-batch, or not, where it :attr:`arranges_samples`."""
+        return self
+
+    def evenly(self) -> Plan:
+        """The plan with windows that are all as large as its largest."""
+        return self
+
+    def _with(self, **changes: Any) -> Plan:
+        other: Plan = replace(cast(Any, self), **changes)
         return other
 
-    def grouped_by_length(self: Plan, _: bool) -> Plan:
-        """See :class:`Plan`."""
-        return self
 
-    def evenly(self: Plan) -> Plan:
-        """See :class:`Plan`."""
-        return self
-
-
-class CutPlan(PlanDefaults):
+class CutPlan(Plan):
     """The windows of another ``plan``, cut into other micro-batches."""
 
     plan: Plan
@@ -238,7 +203,7 @@ class CutPlan(PlanDefaults):
         return self.plan.seed
 
     @property
-    def first_whole_epoch(self) -> int:  # type: ignore[override]  # of the windows
+    def first_whole_epoch(self) -> int:
         """See :class:`Plan`."""
         return self.plan.first_whole_epoch
 
@@ -250,21 +215,18 @@ class CutPlan(PlanDefaults):
         """The samples at these positions of an epoch's order."""
         return self.plan.ids(epoch, positions)
 
-    def for_ranks(self: Any, ranks: int) -> Plan:
+    def for_ranks(self, ranks: int) -> Plan:
         """See :class:`Plan`."""
-        other: Plan = replace(self, plan=self.plan.for_ranks(ranks))
-        return other
+        return self._with(plan=self.plan.for_ranks(ranks))
 
-    def resized(self: Any, change: Resize) -> Plan | None:
+    def resized(self, change: Resize) -> Plan | None:
         """See :class:`Plan`."""
         windows = self.plan.resized(change)
-        other: Plan | None = None if windows is None else replace(self, plan=windows)
-        return other
+        return None if windows is None else self._with(plan=windows)
 
-    def with_micro_batch(self: Any, size: int) -> Plan:
+    def with_micro_batch(self, size: int) -> Plan:
         """See :class:`Plan`."""
-        other: Plan = replace(self, plan=self.plan.with_micro_batch(size))
-        return other
+        return self._with(plan=self.plan.with_micro_batch(size))
 
     def cut_into(self, steps: str) -> list[str]:
         """The windows in words, each of a rank's cut into these micro-steps."""
@@ -274,7 +236,7 @@ class CutPlan(PlanDefaults):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlan(PlanDefaults):
+class BatchPlan(Plan):
     """The division of each epoch's samples into windows, rank shares and micro-batches.
 
     Args:
@@ -318,10 +280,6 @@ class BatchPlan(PlanDefaults):
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
         return epochs * self.windows_per_epoch
-
-    def ids(self, epoch: int, positions: Ids) -> Ids:
-        """The samples at these positions of an epoch's order."""
-        return ids_in_order(self.samples, self.seed, epoch, positions)
 
     def window(self, k: int) -> range:
         """Positions of window ``k`` in the epoch's order, over all ranks."""
@@ -431,7 +389,7 @@ class ResizedPlan(BatchPlan):
         return _Rest(plan=self, since=self.since)
 
     @property
-    def first_whole_epoch(self) -> int:  # type: ignore[override]  # after the change
+    def first_whole_epoch(self) -> int:
         """See :class:`Plan`."""
         return self.since.epoch + 1
 

@@ -20,12 +20,11 @@ from distaccum.data.plan.batch import (
     BatchPlan,
     Epoch,
     Ids,
-    PlanDefaults,
+    Plan,
     SizeNames,
     check_samples,
     check_sizes,
     describe_steps,
-    ids_in_order,
     micro_batches_of,
     micro_steps_of,
     seed_number,
@@ -65,7 +64,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduledPlan(PlanDefaults):
+class ScheduledPlan(Plan):
     """A plan like :class:`BatchPlan` whose global batch has another size in the stages that the run begins with.
 
     An epoch goes on where a stage ends: no sample is taken twice, and none is left out.
@@ -106,7 +105,7 @@ class ScheduledPlan(PlanDefaults):
         assert self.lengths is not None or all(stage.unit != "tokens" for stage in self.stages)
 
     @property
-    def largest(self) -> int:  # type: ignore[override]  # computed
+    def largest(self) -> int:
         """The most samples of a window."""
         return max(self.global_batch_size, *(stage.global_batch_size for stage in self.stages))
 
@@ -185,10 +184,6 @@ class ScheduledPlan(PlanDefaults):
         staged = min(epochs, len(self._begins) - 1)  # the others are all alike
         alike = 0 if staged == epochs else (epochs - staged) * self.epoch(staged).windows_per_epoch
         return sum(self.epoch(epoch).windows_per_epoch for epoch in range(staged)) + alike
-
-    def ids(self, epoch: int, positions: Ids) -> Ids:
-        """The samples at these positions of an epoch's order."""
-        return ids_in_order(self.samples, self.seed, epoch, positions)
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.stages))}, then {self.global_batch_size}"

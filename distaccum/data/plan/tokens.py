@@ -16,12 +16,10 @@ from distaccum.data.plan.batch import (
     Epoch,
     Ids,
     Plan,
-    PlanDefaults,
     SizeNames,
     check_samples,
     check_sizes,
     describe_steps,
-    ids_in_order,
     micro_batches_of,
     seed_number,
     share_of,
@@ -240,7 +238,7 @@ class _CutEpoch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPlan(PlanDefaults):
+class TokenPlan(Plan):
     """A plan like :class:`BatchPlan` whose windows hold as many samples as fit into a budget of tokens.
 
     A window takes the next samples of the epoch's order while their tokens stay within the budget, and at least one.
@@ -289,10 +287,6 @@ class TokenPlan(PlanDefaults):
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
         return sum(self.epoch(epoch).windows_per_epoch for epoch in range(epochs))
-
-    def ids(self, epoch: int, positions: Ids) -> Ids:
-        """The samples at these positions of an epoch's order."""
-        return ids_in_order(self.samples, self.seed, epoch, positions)
 
     @property
     def position(self) -> dict[str, int]:
