@@ -5,4 +5,7 @@ set -euo pipefail
 development=yes
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
+# Hundreds of interpreters are started: none is to compile what another has, and a file has one core here, not all.
+unset PYTHONDONTWRITEBYTECODE
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 "$@"

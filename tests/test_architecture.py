@@ -34,7 +34,11 @@ RINGS = {"tools", "elastic"}
 BESIDE = {"testing": {"errors", "distributed"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {path: path.relative_to(PACKAGE).as_posix() for path in FILES}
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _room(path: Path) -> str:
@@ -53,7 +57,7 @@ def _modules(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    return tuple(_modules(TREES[path]))
+    return tuple(_modules(_tree(path)))
 
 
 def _allowed(path: Path) -> set[str]:
@@ -81,7 +85,7 @@ def _uses(path: Path, module: str) -> bool:
 def test_every_room_has_its_place_and_says_what_lives_there() -> None:
     assert {_room(path) for path in FILES} - {"__init__"} == FLOOR.keys() | BESIDE.keys() | RINGS
     rooms = [path for path in FILES if path.name == "__init__.py" and path.parent.parent == PACKAGE]
-    said = {NAMES[room]: ast.get_docstring(TREES[room]) or "" for room in rooms}
+    said = {NAMES[room]: ast.get_docstring(_tree(room)) or "" for room in rooms}
     # What lives here, what it may import, where to begin.
     assert not [name for name, text in said.items() if len(text.splitlines()) < 3 or "Begin with" not in text]
 
@@ -195,7 +199,7 @@ def test_no_code_outside_asks_for_an_engine_by_its_name() -> None:
     defaults = ("config/schema.py", "accumulation/accumulator.py", "functional.py", "train/trainer.py")
     wrong = []
     for path in FILES:
-        name, tree = NAMES[path], TREES[path]
+        name, tree = NAMES[path], _tree(path)
         if name.startswith(("engines/", "config/engine.py", "elastic/engine/")) or name == "tools/from_deepspeed.py":
             continue
         asked = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.MatchValue)]
@@ -209,7 +213,7 @@ def test_no_code_outside_asks_for_an_engine_by_its_name() -> None:
 def test_no_environment_writes_no_globals_no_type_questions() -> None:
     wrong = []
     for path in FILES:
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(_tree(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if (
                 isinstance(node, ast.Global)
@@ -228,7 +232,7 @@ def test_no_environment_writes_no_globals_no_type_questions() -> None:
 def test_public_things_say_what_they_are() -> None:
     silent = []
     for path in FILES:
-        tree = TREES[path]
+        tree = _tree(path)
         nodes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))]
         for node in nodes:
             public = not getattr(node, "name", "").startswith("_")

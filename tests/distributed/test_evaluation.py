@@ -19,7 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
     found = {}
     for world in (1, 3):
         path = tmp_path_factory.mktemp(str(world)) / "results.json"
-        succeed(path, world=world, script=WORKER, PYTHONPATH=str(ROOT))
+        succeed(path, world=world, script=WORKER, imports=["torchmetrics.classification"], PYTHONPATH=str(ROOT))
         found[world] = json.loads(path.read_text())
     return found
 

@@ -51,12 +51,14 @@ def run(
     grace: float = GRACE_S,
     torchrun: bool = False,
     warm: str = "distaccum",
+    imports: Sequence[str] = (),
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs to the end and returns what it printed; the caller looks at the exit code.
 
-    The ranks are forked from a process that has imported what ``warm`` says (a name of :data:`forked.WARM`). With
-    ``torchrun`` the real launcher starts them, in fresh interpreters: for tests of what a launcher does.
+    The ranks are forked from a process that has imported what ``warm`` says (a name of :data:`forked.WARM`), and the
+    modules of other libraries in ``imports``. With ``torchrun`` the real launcher starts them, in fresh interpreters:
+    for tests of what a launcher does.
     """
     if not torchrun:
         return _FORKS.run(
@@ -67,6 +69,7 @@ def run(
             environment=environment(**extra),
             timeout=timeout,
             grace=grace,
+            imports=imports,
         )
     return subprocess.run(
         command(world, script, arguments),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -49,12 +50,14 @@ class Forks:
         environment: Mapping[str, str],
         timeout: float,
         grace: float = GRACE_S,
+        imports: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         """As ``subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)``, on ``world`` ranks.
 
         Args:
             world: the number of ranks; 1 is a process that no launcher has started.
             warm: what the server has imported, a name of :data:`WARM`.
+            imports: modules of other libraries that the script imports as well: once in the server, not on each rank.
             timeout: in seconds; the ranks that are left are killed then.
             grace: seconds between SIGTERM and SIGKILL of the ranks that are left when one has failed.
 
@@ -69,6 +72,7 @@ class Forks:
                 "arguments": list(arguments),
                 "environments": [dict(environment) | launcher.variables(rank) for rank in range(world)],
                 "cwd": str(cwd or Path.cwd()),
+                "imports": list(imports),
                 "out": str(out),
                 "error": str(error),
             }
@@ -177,6 +181,9 @@ def _warm_torch() -> None:
 
 def _warm_distaccum() -> None:
     _warm_torch()
+    import distaccum.engines.ddp.engine  # noqa: PLC0415  a run imports the one that it names
+    import distaccum.engines.fsdp2.engine  # noqa: PLC0415
+    import distaccum.tools.report.at_end  # noqa: PLC0415
     import distaccum.train.cli  # noqa: PLC0415
     import distaccum.train.trainer  # noqa: F401, PLC0415
 
@@ -193,6 +200,8 @@ def _warm_deepspeed() -> None:
 
     with suppress(ConfigError):  # an optional extra; the script says so again where it needs it
         load_deepspeed(torch.device("cpu"), planned=True)
+        with suppress(ImportError):  # which each engine asks for its class; it brings torch's compiler
+            import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415
 
 
 WARM: dict[str, Callable[[], None]] = {
@@ -238,6 +247,10 @@ def _serve(answers: int) -> Mapping[str, Any] | None:
 
     for line in sys.stdin:
         request = json.loads(line)
+        for name in request["imports"]:
+            with suppress(ImportError):  # the script says so again where it needs it
+                importlib.import_module(name)
+                gc.freeze()
         pids = []
         for environment in request["environments"]:
             pid = os.fork()

@@ -75,12 +75,12 @@ def main() -> None:
         store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
     except DistError as error:
         sys.exit(f"distaccum: {str(error).splitlines()[0]}")
+    watch = Watch(store, monotonic())  # before anybody knows the port: only this process's own sockets are there
     sys.stdout.write(f"{store.port}\n")
     sys.stdout.flush()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (1, 2):  # who reads the agent's output is not to wait for this process
         os.dup2(nowhere, stream)
-    watch = Watch(store, monotonic())
     while not watch.is_over(monotonic()):
         sleep(_LOOK_S)
 

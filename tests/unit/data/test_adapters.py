@@ -176,21 +176,25 @@ def test_what_cannot_be_planned_is_refused_by_name(gloo_world: World, name: str)
         as_loader(make(), gloo_world, **SIZES)
 
 
-LOOK_ALIKES: dict[str, tuple[Any, str]] = {
-    "text": ("train.csv", "str is no dataset, but a text"),
+LOOK_ALIKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "text": (lambda: "train.csv", "str is no dataset, but a text"),
     "splits": (
-        datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1}])}),
+        lambda: datasets.DatasetDict({"train": datasets.Dataset.from_list([{"x": 1}])}),
         "a mapping of 'train': give one",
     ),
-    "columns": ({"x": [1, 2], "y": [3, 4]}, "dict is no dataset, but a mapping of 'x', 'y'"),
-    "tensors": ((torch.ones(8, 2), torch.ones(8)), "a tuple of 2 arrays of 8 rows is no dataset: give TensorDataset"),
+    "columns": (lambda: {"x": [1, 2], "y": [3, 4]}, "dict is no dataset, but a mapping of 'x', 'y'"),
+    "tensors": (
+        lambda: (torch.ones(8, 2), torch.ones(8)),
+        "a tuple of 2 arrays of 8 rows is no dataset: give TensorDataset",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_what_only_looks_like_a_dataset_is_refused(name: str, wrapped: bool) -> None:
-    data, message = LOOK_ALIKES[name]
+    make, message = LOOK_ALIKES[name]
+    data = make()
     with pytest.raises(TypeError, match=message):
         to_data_spec(DataSpec(train=data) if wrapped else data)
 

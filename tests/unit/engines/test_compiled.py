@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -316,17 +316,18 @@ def _compiled_already(part: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("make", "words"),
     [
-        (_with("totals"), "to_compile=totals: names nothing of it"),
-        (_with("__call__"), "to_compile=__call__: names nothing of it"),
-        (_with(True), "to_compile=True: names nothing of it"),
-        (Slots(), "to_compile=total: cannot be replaced"),
-        (_compiled_already("total"), "to_compile=total: is compiled already"),
-        (_compiled_already("module"), "to_compile=module: is compiled already"),
+        (lambda: _with("totals"), "to_compile=totals: names nothing of it"),
+        (lambda: _with("__call__"), "to_compile=__call__: names nothing of it"),
+        (lambda: _with(True), "to_compile=True: names nothing of it"),
+        (Slots, "to_compile=total: cannot be replaced"),
+        (lambda: _compiled_already("total"), "to_compile=total: is compiled already"),
+        (lambda: _compiled_already("module"), "to_compile=module: is compiled already"),
     ],
 )
-def test_a_loss_that_cannot_be_compiled_is_refused(loss: Any, words: str) -> None:
+def test_a_loss_that_cannot_be_compiled_is_refused(make: Callable[[], Any], words: str) -> None:
+    loss = make()
     with pytest.raises(ConfigError, match=words):
         compiled.check_loss(loss, CompileConfig(name="blocks"))
     compiled.check_loss(loss, CompileConfig(name="blocks", loss=False))

@@ -292,8 +292,8 @@ def test_engines_that_replace_weights_and_compile_are_refused(settings: dict[str
         (lambda: "mse", "is no keras.losses.Loss"),
         (lambda: keras.losses.MeanSquaredError(reduction="sum"), "is no mean"),
         (lambda: keras.losses.MeanSquaredError(reduction=None), "is no mean"),
-        (keras.losses.Dice, "is a ratio of sums"),
-        (keras.losses.Circle, "compares the samples"),
+        (lambda: keras.losses.Dice(axis=1), "is a ratio of sums"),
+        (lambda: keras.losses.Circle(gamma=80.0), "compares the samples"),
         (lambda: keras.losses.SparseCategoricalCrossentropy(ignore_class=-1), "leaves targets out"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -332,12 +333,19 @@ def test_metrics_need_a_sample_on_every_rank(monkeypatch: pytest.MonkeyPatch) ->
         )
 
 
-def test_a_loader_over_a_dataset_is_planned_like_the_dataset(gloo_world: World, tmp_path: Path) -> None:
-    weights = []
+def test_a_loader_over_a_dataset_is_planned_like_the_dataset(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, config = [], _config()
+    config = replace(config, metrics=replace(config.metrics, console=True))
     for name, data in (("dataset", SOURCE.train), ("loader", DataLoader(SOURCE.train, batch_size=3, shuffle=True))):  # type: ignore[arg-type]
         model = _model()
-        Trainer(model, CrossEntropy(), data, config=_config(), run_dir=tmp_path / name).fit()
+        Trainer(model, CrossEntropy(), data, config=config, run_dir=tmp_path / name).fit()
         weights.append(list(model.parameters()))
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [record["samples"] for record in records] == [8 * (n + 1) for n in range(12)]
+        assert not any("eval_loss" in record for record in records)  # nothing is held out
+        assert re.search(r"^data +list, 40 samples$", capsys.readouterr().out, re.MULTILINE)
     assert all(map(torch.equal, *weights))
 
 
