@@ -10,13 +10,11 @@ from distaccum.config.checks import (
     require,
     require_annotated,
     require_choice,
-    require_count,
     require_positive,
 )
 from distaccum.config.trainer import CheckpointConfig
 
 WANDB_MODES = ("offline", "online", "disabled")
-WANDB_CONSOLES = ("off", "wrap", "auto", "redirect", "wrap_raw", "wrap_emu")
 LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
@@ -24,43 +22,27 @@ LOGGED_CHECKPOINTS = ("none", "best", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-    """Weights & Biases. What is null is left to W&B's environment variables, then to the default.
+    """Weights & Biases. What is null is left to W&B's environment variables, and so is all else that W&B can be told.
 
     Args:
         mode (offline | online | disabled | null): ``offline`` needs no key and no network; ``online`` takes the key
             from the environment; null: ``WANDB_MODE``, or ``offline``.
         project: the W&B project; null: ``WANDB_PROJECT``, or ``distaccum``.
-        entity: the W&B user or team; null: ``WANDB_ENTITY``, or the key's own.
         name: the W&B run's name; null: ``WANDB_NAME``, or one that W&B makes up.
-        group: runs that belong together; null: ``WANDB_RUN_GROUP``.
-        job_type: as ``train`` or ``eval``; null: ``WANDB_JOB_TYPE``.
-        notes: a text beside the run; null: ``WANDB_NOTES``.
         tags: its tags; null: ``WANDB_TAGS``.
-        dir: of W&B's own files; null: ``WANDB_DIR``, or the run directory.
-        console (off | wrap | auto | redirect | wrap_raw | wrap_emu | null): what W&B keeps of the printed lines; null:
-            ``WANDB_CONSOLE``, or ``off``.
-        save_code: the Python files below the working directory; null: ``WANDB_SAVE_CODE``, or ``false``.
         log_checkpoints (none | best | all): checkpoints that are uploaded as artifacts.
     """
 
     mode: Optional[str] = None  # noqa: UP045
     project: Optional[str] = None  # noqa: UP045
-    entity: Optional[str] = None  # noqa: UP045
     name: Optional[str] = None  # noqa: UP045
-    group: Optional[str] = None  # noqa: UP045
-    job_type: Optional[str] = None  # noqa: UP045
-    notes: Optional[str] = None  # noqa: UP045
     tags: Optional[list[str]] = None  # noqa: UP045
-    dir: Optional[str] = None  # noqa: UP045
-    console: Optional[str] = None  # noqa: UP045
-    save_code: Optional[bool] = None  # noqa: UP045
     log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
         require_annotated("metrics.wandb", self)
-        for key, value, choices in (("mode", self.mode, WANDB_MODES), ("console", self.console, WANDB_CONSOLES)):
-            if value is not None:
-                require_choice(f"metrics.wandb.{key}", value, choices)
+        if self.mode is not None:
+            require_choice("metrics.wandb.mode", self.mode, WANDB_MODES)
         require_choice("metrics.wandb.log_checkpoints", self.log_checkpoints, LOGGED_CHECKPOINTS)
 
 
@@ -80,22 +62,14 @@ class TensorBoardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MLflowConfig:
-    """MLflow. What is null is left to MLflow's environment variables, then to the default.
+    """MLflow: its environment variables say where it is, and which experiment it is.
 
     Args:
         enabled: whether records go to it.
-        tracking_uri: of its server or store; null: ``MLFLOW_TRACKING_URI``, or MLflow's own default.
-        experiment: its experiment; null: ``MLFLOW_EXPERIMENT_NAME``, or ``distaccum``.
-        run_name: its run's name; null: the name of the run directory.
-        tags: names with values.
         log_checkpoints (none | best | all): checkpoints that are kept as artifacts of the run.
     """
 
     enabled: bool = False
-    tracking_uri: Optional[str] = None  # noqa: UP045
-    experiment: Optional[str] = None  # noqa: UP045
-    run_name: Optional[str] = None  # noqa: UP045
-    tags: dict[str, str] = field(default_factory=dict)
     log_checkpoints: str = "none"
 
     def __post_init__(self) -> None:
@@ -112,7 +86,6 @@ class MetricsConfig:
         report: ``report.html`` in the run directory, when the run ends.
         windows: ``windows.jsonl`` in the run directory: of every window what it held and computed, bit by bit, for
             ``distaccum compare``.
-        summary_depth: how deep the modules are that the header shows of the model; 0: none.
         peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
         flops_per_sample: operations of one sample, forward and backward; null: counted.
         wandb: Weights & Biases.
@@ -124,7 +97,6 @@ class MetricsConfig:
     console: bool = True
     report: bool = True
     windows: bool = False
-    summary_depth: int = 1
     peak_tflops: Optional[float] = None  # noqa: UP045
     flops_per_sample: Optional[float] = None  # noqa: UP045
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -134,7 +106,6 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         require_annotated("metrics", self)
-        require_count("metrics.summary_depth", self.summary_depth, off="0 to show none")
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
         for name, node in self.loggers.items():

@@ -147,7 +147,6 @@ class TrainerConfig:
         host_memory (size | null): the most that a rank's window and what is loaded ahead of it may take, as ``4GiB``;
             null: no limit.
         loader: how these processes load.
-        prefetch: micro-batches on the device at once, the one being computed included; at least 2.
         nonfinite (stop | skip): a NaN or infinite gradient: ``stop`` the run or ``skip`` its window; in fp16 the loss
             scale falls first.
         max_skips: skips in a row that stop a run, with nowhere left for a loss scale to go.
@@ -177,7 +176,6 @@ class TrainerConfig:
     prefetch_windows: int = 1
     host_memory: Any = None
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    prefetch: int = 2
     nonfinite: str = "stop"
     max_skips: int = 10
     verify: Any = "first"
@@ -204,7 +202,6 @@ class TrainerConfig:
         require_count("trainer.prefetch_windows", self.prefetch_windows)
         if self.host_memory is not None:
             bytes_of("trainer.host_memory", self.host_memory)
-        require_count("trainer.prefetch", self.prefetch, least=2)
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
         require_count("trainer.max_skips", self.max_skips, least=1)
         require_verify("trainer.verify", self.verify)
@@ -290,7 +287,6 @@ class ProfileConfig:
         memory: on a GPU, a snapshot of its allocator.
         nvtx: on a GPU, ranges for Nsight Systems.
         with_stack: the trace has the lines of source.
-        shapes: the trace has the shapes of tensors.
     """
 
     steps: Any = None
@@ -298,12 +294,11 @@ class ProfileConfig:
     memory: bool = False
     nvtx: bool = False
     with_stack: bool = False
-    shapes: bool = False
 
     def __post_init__(self) -> None:
         require_annotated("profile", self)
         if self.steps is None:
-            for name in ("memory", "nvtx", "with_stack", "shapes"):
+            for name in ("memory", "nvtx", "with_stack"):
                 problem = "and profile.steps is null, so that nothing is profiled"
                 require(not getattr(self, name), f"profile.{name}", True, problem, "Add profile.steps=[10,14]")
             return
@@ -312,9 +307,8 @@ class ProfileConfig:
         holds = whole and len(steps) == 2 and 1 <= steps[0] <= steps[1]  # noqa: PLR2004  the first and the last
         problem, remedy = "is not the numbers of the first and the last window, from 1 on", "Give two, as in [10,14]"
         require(holds, "profile.steps", steps, problem, remedy)
-        for name in ("with_stack", "shapes"):
-            problem = "is a part of the trace, and profile.trace=false leaves that out"
-            require(self.trace or not getattr(self, name), f"profile.{name}", True, problem, "Leave one of the two out")
+        problem = "is a part of the trace, and profile.trace=false leaves that out"
+        require(self.trace or not self.with_stack, "profile.with_stack", True, problem, "Leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +321,6 @@ class EvalConfig:
         prompt_tokens: how many tokens of a held-out sample are the prompt.
         max_new_tokens: how many tokens follow; a text ends before that with the tokenizer's end token.
         temperature: by which the logits are divided before a token is drawn; 0: the likeliest token is taken.
-        seed: of what is drawn, which is the same at every evaluation.
     """
 
     samples: int = 0
@@ -335,7 +328,6 @@ class EvalConfig:
     prompt_tokens: int = 32
     max_new_tokens: int = 64
     temperature: float = 1.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         require_annotated("eval", self)
@@ -344,7 +336,6 @@ class EvalConfig:
             require(value >= 1, f"eval.{key}", value, "must be at least 1", "Give a number of tokens")
         finite = math.isfinite(self.temperature) and self.temperature >= 0
         require(finite, "eval.temperature", self.temperature, "out of range", "Use 0 or a positive number")
-        require(0 <= self.seed < 2**63, "eval.seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
         asked = not self.prompts or self.samples >= len(self.prompts)
         problem = f"and there are {len(self.prompts)} prompts, each of which begins a text"
         require(asked, "eval.samples", self.samples, problem, "Give at least as many samples as prompts")

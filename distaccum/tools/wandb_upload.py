@@ -37,7 +37,7 @@ def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) ->
     config = _saved_config(run_dir)
     about = config.get("metrics", {}).get("wandb", {})
     checkpoint = config.get("checkpoint", {})
-    texts = {key: about.get(key) for key in ("entity", "name", "job_type", "notes", "tags", "group")}
+    texts = {key: about.get(key) for key in ("name", "tags")}
     number = 0
     with wandb.init(
         dir=str(run_dir),

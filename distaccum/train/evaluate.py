@@ -68,7 +68,6 @@ class Evaluation:
         micro_batch_size: the most samples of one forward on one rank.
         workers: how samples are loaded.
         limit: the most samples of a set, its first ones; None for all.
-        prefetch: micro-batches on the device at once, the one being computed included.
         metrics: further results, by name.
         seed: of the workers' random numbers.
     """
@@ -83,14 +82,13 @@ class Evaluation:
         micro_batch_size: int,
         workers: WorkerOptions | None = None,
         limit: int | None = None,
-        prefetch: int = FEWEST,
         metrics: Mapping[str, EvaluationMetric] | None = None,
         seed: int = 0,
     ) -> None:
         self._engine, self._data, self._loss, self._world = engine, data, loss, world
         self._fixed_order, self._seed = engine.facts.numerics.fixed_order, seed
         self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
-        self._prefetch, self._metrics = prefetch, metrics or {}
+        self._metrics = metrics or {}
         self._sets = {
             name: HeldOut(
                 dataset,
@@ -162,7 +160,7 @@ class Evaluation:
         sums = Sums(held_out.batches_of_all, held_out.numbers) if self._fixed_order else Sums()
         counted: dict[str, list[float]] = {}
         compared: list[Any] = []
-        for batch, is_own in on_device(self._counted(held_out, counted), engine.device, self._prefetch):
+        for batch, is_own in on_device(self._counted(held_out, counted), engine.device, FEWEST):
             if self._fixed_order:  # else what a forward draws is the rank's
                 number = held_out.numbers[sums.added] if is_own else 0
                 self._keys = keys_of([number], "evaluation", self._seed)

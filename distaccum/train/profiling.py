@@ -444,9 +444,7 @@ class Profiler(Part):
         if self._config.trace and coming in (self._first, self._first - 1) and self._trace is None:
             cuda = self._world.device.type == "cuda"
             activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] * cuda)]
-            self._trace = torch.profiler.profile(
-                activities=activities, record_shapes=self._config.shapes, with_stack=self._config.with_stack
-            )
+            self._trace = torch.profiler.profile(activities=activities, with_stack=self._config.with_stack)
             self._trace.prepare_trace()
         if coming != self._first:
             return

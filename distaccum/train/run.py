@@ -406,8 +406,7 @@ def prepare_run(
     restore = session.restore(components, world)
     restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
-    depth = components.config.metrics.summary_depth if world.is_main else 0
-    modules = summarize(components.model, depth)  # an engine may take it apart
+    modules = summarize(components.model) if world.is_main else []  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
     session.prepare(accumulator, closing)
     components = _with_micro_batch(
@@ -623,7 +622,6 @@ def build_accumulator(components: TrainingComponents, world: World, *, verify: s
         spike_window=config.trainer.spike_window,
         prepared=components.engine,
         seed=config.seed,
-        prefetch=config.trainer.prefetch,
         world=world,
     )
     if (compiled := accumulator.engine.compiled) is not None:

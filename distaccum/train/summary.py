@@ -38,7 +38,7 @@ _MOST = 30  # rows
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module, or several of one shape that follow each other, or a parameter that a shown module has itself.
+    """A module of the model's own, or several of one shape that follow each other, or a parameter that is in none.
 
     Attributes:
         name: as in ``named_modules``; ``blocks.0-11`` for several.
@@ -48,7 +48,6 @@ class ModuleRow:
         shared: elements that are another row's already, such as those of a tied weight.
         size: bytes of the parameters.
         dtypes: of the parameters.
-        depth: 1 for the model's own modules.
     """
 
     name: str
@@ -58,35 +57,35 @@ class ModuleRow:
     shared: int
     size: int
     dtypes: tuple[str, ...]
-    depth: int
 
 
-def summarize(model: nn.Module, depth: int) -> list[ModuleRow]:
-    """The model's modules down to ``depth``; those without parameters are left out.
+def summarize(model: nn.Module) -> list[ModuleRow]:
+    """The model's own modules; those without parameters are left out.
 
-    A parameter counts in one row of each depth, however often the model has it. Lists of modules are no depth of their
-    own, and modules of a list or a sequence that follow each other and have the same parameters are one row.
+    A parameter counts in one row, however often the model has it. Modules of a list or a sequence that follow each
+    other and have the same parameters are one row.
     """
-    return list(_rows([("", model)], depth, 1, {}))
+    rows: list[ModuleRow] = []
+    counted: set[int] = set()
+    if any(True for _ in model.children()):
+        for name, parameter in model.named_parameters(recurse=False):
+            rows.append(_row([name], "Parameter", [parameter], counted))
+    for group in _groups("", model):
+        parameters = [parameter for _, module in group for parameter in module.parameters()]
+        if parameters:
+            rows.append(_row([path for path, _ in group], type(group[0][1]).__name__, parameters, counted))
+    return rows
 
 
 def table(rows: Sequence[ModuleRow]) -> list[str]:
-    """The rows as aligned lines: name, class, parameters, memory, types, and what is frozen or counted elsewhere.
-
-    A module of a shown one stands below it, indented, with what its name has more.
-    """
+    """The rows as aligned lines: name, class, parameters, memory, types, and what is frozen or counted elsewhere."""
     shown = rows[:_MOST]
-    names, parents = [], [""]
-    for row in shown:
-        parents = [*parents[: row.depth], f"{row.name}."]
-        names.append("  " * (row.depth - 1) + row.name.removeprefix(parents[row.depth - 1]))
-    numbers = [f"{row.parameters:,}" for row in shown]
+    columns = ([r.name for r in shown], [r.kind for r in shown], [f"{r.parameters:,}" for r in shown])
     sizes = [size_of(row.size) for row in shown]
-    columns = (names, [row.kind for row in shown], numbers, sizes)
-    name_width, kind_width, number_width, size_width = (max(map(len, column), default=0) for column in columns)
+    name_width, kind_width, number_width, size_width = (max(map(len, c), default=0) for c in (*columns, sizes))
     lines = [
-        f"{name:<{name_width}}  {row.kind:<{kind_width}}  {number:>{number_width}}  {size:>{size_width}}  {_note(row)}"
-        for name, row, number, size in zip(names, shown, numbers, sizes, strict=True)
+        f"{name:<{name_width}}  {kind:<{kind_width}}  {number:>{number_width}}  {size:>{size_width}}  {_note(row)}"
+        for name, kind, number, size, row in zip(*columns, sizes, shown, strict=True)
     ]
     if left := rows[_MOST:]:
         lines.append(f"... {len(left)} more rows")
@@ -103,34 +102,14 @@ def _note(row: ModuleRow) -> str:
     return ", ".join(words)
 
 
-def _rows(modules: list[tuple[str, nn.Module]], depth: int, level: int, owners: dict[int, str]) -> Iterator[ModuleRow]:
-    """Of what several modules of one shape consist of; ``owners`` has the row of each parameter that is counted."""
-    _, first = modules[0]
-    if level > depth or not any(True for _ in first.children()):
-        return
-    for name, _ in first.named_parameters(recurse=False):
-        own = [(_join(path, name), [module.get_parameter(name)]) for path, module in modules]
-        yield _row(own, "Parameter", level, owners)
-    for group in _groups(modules):
-        members = [(path, list(module.parameters())) for path, module in group]
-        if any(parameters for _, parameters in members):
-            inner = dict(owners)
-            yield _row(members, type(group[0][1]).__name__, level, owners)
-            yield from _rows(group, depth, level + 1, inner)
-
-
-def _groups(modules: list[tuple[str, nn.Module]]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The children, those with one place in all of ``modules`` together; runs of one shape together, too."""
-    children = [list(module.named_children()) for _, module in modules]
-    runs = groupby(enumerate(children[0]), key=lambda child: _shape(*child[1]))
-    for _, run in runs:
-        group = [
-            (_join(path, own[place][0]), own[place][1])
-            for place, _ in run
-            for (path, _), own in zip(modules, children, strict=True)
-        ]
+def _groups(path: str, module: nn.Module) -> Iterator[list[tuple[str, nn.Module]]]:
+    """The children, with runs of one shape together, and those of a list of modules in its place."""
+    prefix = f"{path}." if path else ""
+    for _, run in groupby(module.named_children(), key=lambda child: _shape(*child)):
+        group = [(f"{prefix}{name}", child) for name, child in run]
         if isinstance(group[0][1], nn.ModuleList):
-            yield from _groups(group)
+            for inner, each in group:
+                yield from _groups(inner, each)
         else:
             yield group
 
@@ -146,20 +125,19 @@ def _shape(name: str, module: nn.Module) -> object:
     return tuple((path, type(inner)) for path, inner in module.named_modules()), tuple(parameters)
 
 
-def _row(members: list[tuple[str, list[nn.Parameter]]], kind: str, level: int, owners: dict[int, str]) -> ModuleRow:
-    name = _span([path for path, _ in members])
-    every = {id(parameter): parameter for _, parameters in members for parameter in parameters}
-    own = [parameter for parameter in every.values() if id(parameter) not in owners]
-    owners |= dict.fromkeys(map(id, own), name)
+def _row(paths: list[str], kind: str, parameters: list[nn.Parameter], counted: set[int]) -> ModuleRow:
+    """The row of these modules; ``counted`` has the parameters that are in a row already, and gets these."""
+    every = {id(parameter): parameter for parameter in parameters}
+    own = [parameter for number, parameter in every.items() if number not in counted]
+    counted.update(every)
     return ModuleRow(
-        name=name,
-        kind=kind if len(members) == 1 else f"{len(members)}x {kind}",
+        name=_span(paths),
+        kind=kind if len(paths) == 1 else f"{len(paths)}x {kind}",
         parameters=sum(map(_elements, own)),
         trained=sum(_elements(parameter) for parameter in own if parameter.requires_grad),
         shared=sum(map(_elements, every.values())) - sum(map(_elements, own)),
         size=sum(_elements(parameter) * parameter.element_size() for parameter in own),
         dtypes=tuple(dict.fromkeys(str(parameter.dtype).removeprefix("torch.") for parameter in every.values())),
-        depth=level,
     )
 
 
@@ -168,12 +146,8 @@ def _elements(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def _span(paths: list[str]) -> str:
-    """``blocks.0-11.norm`` of ``blocks.0.norm`` to ``blocks.11.norm``."""
+    """``blocks.0-11`` of ``blocks.0`` to ``blocks.11``."""
     first, last = paths[0].split("."), paths[-1].split(".")
     return ".".join(a if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 

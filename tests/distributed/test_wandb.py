@@ -96,6 +96,7 @@ VARIABLES = {
     "WANDB_RUN_GROUP": "group",
     "WANDB_JOB_TYPE": "pretrain",
     "WANDB_NOTES": "why it was run",
+    "WANDB_SAVE_CODE": "true",
 }
 
 
@@ -105,7 +106,7 @@ def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> No
     for file in ("mine.py", "package/part.py", ".venv/hidden.py", "lib/site-packages/installed.py", "runs/old/copy.py"):
         (project / file).parent.mkdir(parents=True, exist_ok=True)
         (project / file).write_text("")
-    asked += ["metrics.wandb.save_code=true", "optim.lr=0.25", f"hydra.run.dir={tmp_path}"]
+    asked += ["optim.lr=0.25", f"hydra.run.dir={tmp_path}"]
     succeed(*SETTINGS, *asked, world=2, cwd=project, **VARIABLES)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, keys, run_id = _history(file)

@@ -253,7 +253,7 @@ def peak_bytes(config: RunConfig, ranks: int = 1) -> int:
     job = job_of(config)
     job.sharding.check(ranks)
     micro_step = measured_micro_step(config, max(job.micro_sizes(ranks)))
-    total = peak(job, ranks, micro_step, prefetch=config.trainer.prefetch)["total"]
+    total = peak(job, ranks, micro_step)["total"]
     if total is None:
         raise ConfigError("model", config.model.get("_target_"), why_unknown(job, micro_step), "Measure it on the card")
     return round(total)
@@ -274,7 +274,7 @@ def memory_of(config: RunConfig, job: Job, ranks: int, *, measures: bool) -> Val
     windows = 1 + (trainer.prefetch_windows if trainer.num_workers else 0)
     copies = checkpoint.background and checkpoint.saves
     return {
-        "peak": peak(job, ranks, micro_step, prefetch=trainer.prefetch),
+        "peak": peak(job, ranks, micro_step),
         "host": host(job, ranks, micro_step, windows=windows, copies_checkpoint=copies),
         "micro_step": asdict(micro_step) | {"unknown": why_unknown(job, micro_step)},
         "compiled": config.compile.compiles,

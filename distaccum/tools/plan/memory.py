@@ -53,7 +53,7 @@ def state(job: Job, ranks: int) -> dict[str, float]:
     return found | {"total": sum(found.values())}
 
 
-def peak(job: Job, ranks: int, micro_step: MicroStep, *, prefetch: int) -> dict[str, float | None]:
+def peak(job: Job, ranks: int, micro_step: MicroStep, *, prefetch: int = 2) -> dict[str, float | None]:
     """The most bytes on a rank's card at once, by part; a part that is not known is None, and so is the total.
 
     Args:

@@ -86,17 +86,10 @@ def build_loggers(
 def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
     from distaccum.train.metrics.mlflow import MLflowLogger, is_server  # noqa: PLC0415
 
-    make = partial(
-        MLflowLogger,
-        tracking_uri=settings.tracking_uri,
-        experiment=settings.experiment,
-        run_name=settings.run_name,
-        tags=settings.tags,
-    )
     return InThread(
         "logger mlflow",
-        Tolerant("mlflow", make),
-        opening_s=_SERVER_TIMEOUT_S if is_server(settings.tracking_uri) else _MLFLOW_TIMEOUT_S,
+        Tolerant("mlflow", MLflowLogger),
+        opening_s=_SERVER_TIMEOUT_S if is_server() else _MLFLOW_TIMEOUT_S,
         timeout_s=_MLFLOW_TIMEOUT_S if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S,
         remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
         kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),

@@ -37,17 +37,10 @@ class MLflowLogger(Logger):
     A process that resumes a run sends what the run has not got of the records before, and none that it has: MLflow
     removes nothing, so windows that are repeated stay as they were first sent.
 
-    Args:
-        tracking_uri: of the store or server; None for MLflow's own choice (``MLFLOW_TRACKING_URI``).
-        experiment: its name; None for ``MLFLOW_EXPERIMENT_NAME``, or else ``distaccum``.
-        run_name: None for the name of the run directory.
-        tags: of the run.
+    MLflow's environment variables say where it is; without an experiment's name there it is ``distaccum``.
     """
 
-    def __init__(
-        self, *, tracking_uri: str | None, experiment: str | None, run_name: str | None, tags: Mapping[str, str]
-    ) -> None:
-        self._uri, self._experiment, self._name, self._tags = tracking_uri, experiment, run_name, dict(tags)
+    def __init__(self) -> None:
         self._preempted, self._run = False, ""
         self._has: set[int] = set()  # windows
         self._uploaded: dict[int, _Files] = {}  # by the checkpoint's step
@@ -59,7 +52,7 @@ class MLflowLogger(Logger):
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
         self._told = ToldOnce()
         _RETRIES.addFilter(self._told)
-        self._client: MlflowClient = MlflowClient(self._uri)
+        self._client: MlflowClient = MlflowClient()
         self._run = self._find(run) or self._create(run)
         self._client.update_run(self._run, status="RUNNING")
         self._log_params(run)
@@ -119,14 +112,13 @@ class MLflowLogger(Logger):
         return str(found[0].info.run_id) if found else ""
 
     def _create(self, run: RunInfo) -> str:
-        tags = {**self._tags, _ID: run.id, "mlflow.source.type": "LOCAL", "run_directory": str(run.folder)}
+        tags = {_ID: run.id, "mlflow.source.type": "LOCAL", "run_directory": str(run.folder)}
         if run.git_commit:
             tags["mlflow.source.git.commit"] = run.git_commit
-        name = self._name or run.folder.name
-        return str(self._client.create_run(self._experiment_id(), tags=tags, run_name=name).info.run_id)
+        return str(self._client.create_run(self._experiment_id(), tags=tags, run_name=run.folder.name).info.run_id)
 
     def _experiment_id(self) -> str:
-        name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
             return given
         name = name or "distaccum"
@@ -183,9 +175,9 @@ class ToldOnce(logging.Filter):
         return False
 
 
-def is_server(tracking_uri: str | None) -> bool:
-    """Whether the store is behind HTTP; None is MLflow's own choice, of which its variable alone is looked at."""
-    return (tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")).startswith(("http://", "https://"))
+def is_server() -> bool:
+    """Whether the store is behind HTTP."""
+    return os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://"))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

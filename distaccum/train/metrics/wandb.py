@@ -22,8 +22,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from distaccum.config.checks import require_choice
-from distaccum.config.metrics import WANDB_CONSOLES, WANDB_MODES, WandbConfig
+from distaccum.config.metrics import WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import KeptCheckpoints, files_of
@@ -39,29 +38,24 @@ _MODES = {**{mode: mode for mode in WANDB_MODES}, "dryrun": "offline", "run": "o
 
 
 def resolved(settings: WandbConfig, environment: Mapping[str, str] = os.environ) -> WandbConfig:
-    """The settings with what distaccum itself decides by: mode, project and folder.
+    """The settings with what distaccum itself decides by: mode and project.
 
-    What W&B alone uses stays None, and W&B reads its variables itself: entity, name, group, job type, notes, tags. A
-    run of a sweep's agent is online, and W&B takes the sweep's project.
+    What W&B alone uses stays None, and W&B reads its variables itself. A run of a sweep's agent is online, and W&B
+    takes the sweep's project.
 
     Raises:
-        ConfigError: ``WANDB_MODE`` is none of W&B's modes, or ``WANDB_CONSOLE`` none of its consoles.
+        ConfigError: ``WANDB_MODE`` is none of W&B's modes.
     """
     mode = settings.mode
     if mode is None and (given := environment.get("WANDB_MODE")):
         if given not in _MODES:
             raise ConfigError("WANDB_MODE", given, "no such mode", f"Use one of {', '.join(WANDB_MODES)}")
         mode = _MODES[given]
-    console = settings.console
-    if console is None and (console := environment.get("WANDB_CONSOLE")):
-        require_choice("WANDB_CONSOLE", console, WANDB_CONSOLES)
     sweeps = bool(environment.get("WANDB_SWEEP_ID"))
     return replace(
         settings,
         mode=mode or ("online" if sweeps else "offline"),
         project=settings.project or environment.get("WANDB_PROJECT") or "distaccum",
-        dir=settings.dir or environment.get("WANDB_DIR") or None,
-        console=console or "off",
     )
 
 
@@ -77,7 +71,7 @@ def run_id(environment: Mapping[str, str] = os.environ) -> str:
 
 _log = logging.getLogger(__name__)
 
-_GIVEN = ("mode", "project", "entity", "name", "group", "job_type", "notes", "tags")  # to wandb.init as they are
+_GIVEN = ("mode", "project", "name", "tags")  # to wandb.init as they are
 INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
 
@@ -86,7 +80,7 @@ class WandbLogger(Logger):
     """Sends records to a W&B run; for :class:`~distaccum.train.metrics.background.InThread`, as it may take long.
 
     Args:
-        settings: with ``mode``, ``project`` and ``console`` decided: see :func:`resolved`.
+        settings: with ``mode`` and ``project`` decided: see :func:`resolved`.
         kept: has the checkpoints that it is told of; W&B reads them where they are.
         best: the result of an evaluation that names the best checkpoint, and ``min`` or ``max``.
     """
@@ -95,14 +89,13 @@ class WandbLogger(Logger):
         self, settings: WandbConfig, kept: KeptCheckpoints, *, best: tuple[str | None, str] = (None, "min")
     ) -> None:
         self._given = {name: getattr(settings, name) for name in _GIVEN}
-        self._dir, self._console, self._save_code = settings.dir, settings.console, settings.save_code
         self._kept, self._best, self._preempted, self._has_room = kept, best, False, True
 
     def begin(self, run: RunInfo) -> None:
         """Opens the W&B run, and sends what it has not got of the processes before."""
         self._info = run
         self._remedy = remedy_of(run.folder)
-        self._folder = Path(self._dir) if self._dir else run.folder
+        self._folder = Path(os.environ.get("WANDB_DIR") or run.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._is_full():  # W&B would print a traceback for each line of its log, and keep nothing
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
@@ -148,7 +141,7 @@ class WandbLogger(Logger):
         import wandb  # noqa: PLC0415  a second of imports that only this thread should wait for
 
         info = self._info
-        console: Any = self._console  # W&B's own check names the choices
+        console: Any = os.environ.get("WANDB_CONSOLE") or "off"  # W&B's own check names the choices
         secret = redact(sys.argv) != sys.argv  # W&B's description of the process has the command line as it is
         settings = wandb.Settings(silent=True, console=console, init_timeout=INIT_TIMEOUT_S, x_disable_meta=secret)
         with _quiet_handlers():
@@ -163,7 +156,7 @@ class WandbLogger(Logger):
             )
         for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
             vars(handler)["handleError"] = _ignore
-        if self._save_code or (self._save_code is None and run.settings.save_code):
+        if run.settings.save_code:
             run.log_code(str(Path.cwd()), exclude_fn=_is_no_code)
         return run
 

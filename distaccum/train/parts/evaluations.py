@@ -37,7 +37,6 @@ class Evaluations(Part):
             micro_batch_size=components.plan.micro_batch_size,
             workers=evaluation_workers(components.data, trainer.num_workers, asdict(trainer.loader)),
             limit=trainer.eval_samples,
-            prefetch=trainer.prefetch,
             metrics=components.metrics,
             seed=components.config.seed,
         )

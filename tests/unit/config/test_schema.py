@@ -91,7 +91,6 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
         ({"batch": {"tokens": "many"}}, "batch.tokens", "many"),
         ({"batch": {"micro_size": "many"}}, "batch.micro_size", "many"),
         ({"batch": {"group_by_length": "long"}}, "batch.group_by_length", "long"),
-        ({"trainer": {"prefetch": 1}}, "trainer.prefetch", 1),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep", -1),
         ({"checkpoint": {"background": "sometimes"}}, "checkpoint.background", "sometimes"),
         ({"checkpoint": {"background": 1}}, "checkpoint.background", 1),

@@ -213,7 +213,7 @@ def test_a_backward_ends_when_its_gradients_are_there_and_the_rest_is_the_reduct
 
 def test_profiling_changes_no_bit_and_the_trace_has_every_range(gloo_world: World, tmp_path: Path) -> None:
     plain = _plain(tmp_path / "plain", {})
-    profiled = _plain(tmp_path / "profiled", {"steps": [3, 5], "shapes": True})
+    profiled = _plain(tmp_path / "profiled", {"steps": [3, 5]})
     for one, other in zip(plain.parameters(), profiled.parameters(), strict=True):
         assert torch.equal(one, other)
     kept = ("step", "loss", "grad_norm", "samples", "lr")
@@ -228,7 +228,6 @@ def test_profiling_changes_no_bit_and_the_trace_has_every_range(gloo_world: Worl
     ranges = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     assert (ranges["forward"], ranges["backward"], ranges["backward and reduction"]) == (6, 3, 3)
     assert (ranges["loading"], ranges["count"], ranges["save"]) == (3, 3, ranges["save"])
-    assert any("Input Dims" in event.get("args", {}) for event in events)
     markdown = (tmp_path / "profiled" / "profile" / "table.md").read_text()
     assert "# Profile: windows 3 to 5 of this process" in markdown
     assert [line.split(" | ")[0] for line in markdown.splitlines() if line[:4] in ("| 3 ", "| 4 ", "| 5 ")] == [
@@ -299,7 +298,6 @@ def test_a_process_that_resumes_counts_its_own_windows(gloo_world: World, tmp_pa
         ({"steps": [1, 2.5]}, "profile.steps"),
         ({"steps": [True, 3]}, "profile.steps"),
         ({"memory": True}, "profile.memory=True: and profile.steps is null"),
-        ({"steps": [1, 2], "trace": False, "shapes": True}, "profile.shapes"),
         ({"steps": [1, 2], "trace": "maybe"}, "profile.trace"),
         ({"steps": [9, 10]}, r"profile.steps=\[9, 10\]: begins after the last of the run's 8 updates"),
         ({"steps": [1, 2], "memory": True}, "profile.memory=True: is for a GPU"),

@@ -214,25 +214,22 @@ def test_checkpoints_to_log_have_to_be_made() -> None:
 
 
 def test_wandbs_variables_count_where_the_configuration_is_silent() -> None:
-    silent, stated = WandbConfig(), WandbConfig(mode="disabled", project="mine", dir="here", console="wrap")
-    given = {"WANDB_MODE": "online", "WANDB_PROJECT": "theirs", "WANDB_DIR": "there", "WANDB_CONSOLE": "auto"}
+    silent, stated = WandbConfig(), WandbConfig(mode="disabled", project="mine")
+    given = {"WANDB_MODE": "online", "WANDB_PROJECT": "theirs"}
 
     def decided(settings: WandbConfig, environment: dict[str, str]) -> tuple[str | None, ...]:
         found = resolved(settings, environment)
-        return found.mode, found.project, found.dir, found.console
+        return found.mode, found.project
 
-    assert decided(silent, {}) == ("offline", "distaccum", None, "off")
-    assert decided(silent, given) == ("online", "theirs", "there", "auto")
-    assert decided(stated, given) == ("disabled", "mine", "here", "wrap")
+    assert decided(silent, {}) == ("offline", "distaccum")
+    assert decided(silent, given) == ("online", "theirs")
+    assert decided(stated, given) == ("disabled", "mine")
     assert decided(silent, {"WANDB_MODE": "dryrun"})[0] == "offline"
     assert decided(silent, {"WANDB_MODE": ""})[0] == "offline"
     assert decided(silent, {"WANDB_SWEEP_ID": "s"})[0] == "online"  # its agent waits for the run
     assert decided(silent, {"WANDB_SWEEP_ID": "s", "WANDB_MODE": "offline"})[0] == "offline"
     with pytest.raises(ConfigError, match=r"WANDB_MODE=on: no such mode\. Use one of offline, online, disabled"):
         resolved(silent, {"WANDB_MODE": "on"})
-    with pytest.raises(ConfigError, match=r"^WANDB_CONSOLE=on: no such choice\. Use one of off, wrap"):
-        resolved(silent, {"WANDB_CONSOLE": "on"})
-    assert decided(stated, {"WANDB_CONSOLE": "on"})[3] == "wrap"
     assert run_id({"WANDB_RUN_ID": "agents"}) == "agents"
     assert run_id({}) != run_id({})
 
@@ -328,19 +325,18 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts of a local database
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
 
-    def logger() -> MLflowLogger:
-        return MLflowLogger(tracking_uri=uri, experiment="speech", run_name=None, tags={"team": "a"})
-
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "speech")
     folder = tmp_path / "run"
     folder.mkdir()
-    first = logger()
+    first = MLflowLogger()
     first.begin(_info(folder))
     sent = [_record(1), _record(3, loss=math.nan), _record(5, loss=99.0)]  # 2 and 4 it could not send
     for record in sent:
         first.log(record)  # and it dies
     expected = [_record(1), _record(2, loss=math.inf), _record(3, loss=math.nan), _record(4)]
     _write(folder, expected)
-    second = logger()
+    second = MLflowLogger()
     second.begin(_info(folder, 4))
     second.log(_record(5))  # repeated: MLflow takes nothing back
     second.log(_record(6, eval_loss=0.5, eval_texts=TEXTS, **{"eval_en//de/": 0.25}))  # a name that MLflow has not
@@ -362,7 +358,7 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch:
     assert run.info.run_name == "run"
     assert run.data.params["optim.lr"] == "0.1"
     assert run.data.params["plan.unit"] == "samples"
-    wanted = {"team": "a", "distaccum.run_id": "run1", "distaccum.alert": "title: text"}
+    wanted = {"distaccum.run_id": "run1", "distaccum.alert": "title: text"}
     assert wanted.items() <= run.data.tags.items()
     assert run.data.tags["best_checkpoint"] == "checkpoints/step-6"
 

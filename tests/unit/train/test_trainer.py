@@ -291,7 +291,6 @@ def test_without_an_optimizer_a_checkpoint_keeps_that_of_the_configuration(gloo_
         ({"batch": {"global_size": 0}}, r"batch\.global_size=0: must be at least 1"),
         ({"batch": {"tokens": 5}}, r"batch\.tokens=5: and batch\.global_size=32 is given too"),
         ({"batch": {"group_by_length": True}}, r"batch\.group_by_length=True: the data does not say how long"),
-        ({"trainer": {"prefetch": 1}}, r"trainer\.prefetch=1: must be at least 2"),
         (
             {"callbacks": {"early_stop": {"_target_": "distaccum.train.callbacks.EarlyStopping", "patience": 0}}},
             "patience=0",
