@@ -89,6 +89,8 @@ REPORT = "distaccum.tools.report.at_end:ReportAtEnd"
 """A context around a run, which writes its report at its end."""
 HELP = "distaccum.tools.help:show"
 """Prints what can be set, given ``train`` or ``plan`` and a key or group, and gives the exit code."""
+SUBMITIT = "distaccum.tools.submitit:SubmititJob"
+"""A job of a sweep, as Hydra's submitit launcher calls it on another machine."""
 
 
 TABLE = (

@@ -39,7 +39,7 @@ from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
 from distaccum.train.packing import check_padding
 from distaccum.train.profiling import check_profile
-from distaccum.train.submitit import check_of_records, names_of
+from distaccum.train.sweeps import check_of_records, names_of
 
 
 @dataclass(frozen=True, kw_only=True)

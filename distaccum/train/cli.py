@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -24,10 +24,7 @@ from typing import Any
 
 import hydra
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -49,7 +46,7 @@ from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
-from distaccum.program import outlive_output
+from distaccum.program import SUBMITIT, load, outlive_output
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
@@ -57,7 +54,15 @@ from distaccum.train.metrics.background import is_left_behind
 from distaccum.train.run import Launch, RunResult, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import enable_loggers, log_to_stderr
-from distaccum.train.submitit import DEFAULT, NoObjectiveError, SubmititJob, objective_of, require_finite
+from distaccum.train.sweeps import (
+    DEFAULT,
+    NoObjectiveError,
+    is_tried,
+    objective_of,
+    require_finite,
+    require_same_choice,
+    swept,
+)
 
 # What ``--check`` says of a configuration that can run, in one line.
 
@@ -78,53 +83,6 @@ def passed(components: TrainingComponents, from_step: int | None) -> str:
         "one evaluation, no update" if components.evaluates_alone else updates,
     )
     return f"check passed: {'; '.join(parts)}"
-
-
-# What a sweep chooses for a run: a run that was made with another choice is not gone on with under its name.
-
-OVERRIDES = ".hydra/overrides.yaml"
-
-
-def require_same_choice(chosen: Mapping[str, str], run_dir: RunDir) -> None:
-    """Refuses to resume the run of a folder that a sweep has made with other values.
-
-    Its result would stand there, and at the sweeper, as that of the new ones.
-
-    Args:
-        chosen: value by key, of what is swept alone: all else may change in a resumed run.
-        run_dir: of the run.
-
-    Raises:
-        ConfigError: it names the first key.
-    """
-    file = run_dir.path / OVERRIDES
-    if not run_dir.holds_checkpoints() or not file.is_file():
-        return
-    try:
-        overrides = yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError:  # damaged
-        return
-    made_with = dict(_split(str(one)) for one in overrides or [])
-    for key, value in chosen.items():
-        before = made_with.get(key)
-        if before is None or not _is_same(value, before):
-            how = f"with {before}" if before is not None else "without it"
-            problem = f"the run in {run_dir.path} was made {how}, and resume=auto would take its result for this one's"
-            remedy = "hydra.sweep.subdir='${hydra.job.override_dirname}' gives each choice a folder"
-            seed = "hydra.sweeper.sampler.seed has Optuna choose the same again"
-            raise ConfigError(key, value, problem, f"Use another hydra.sweep.dir; {remedy}, and {seed}")
-
-
-def _split(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key, value
-
-
-def _is_same(one: str, other: str) -> bool:
-    try:  # 1e-3 and 0.001 are one number
-        return one == other or float(one) == float(other)
-    except ValueError:
-        return False
 
 
 _BAD_CONFIGURATION = 2
@@ -256,9 +214,9 @@ class _Jobs:
         self._captured, self._composing = io.StringIO(), ExitStack()
         self._composing.enter_context(redirect_stderr(self._captured))
 
-    def __reduce__(self) -> tuple[type[SubmititJob], tuple[()]]:
-        """Pickles as a :class:`SubmititJob`, which a launcher of Hydra's calls on another machine."""
-        return SubmititJob, ()
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        """Pickles as what a launcher of Hydra's calls on another machine."""
+        return load(SUBMITIT), ()
 
     def stop_capturing(self) -> None:
         """Lets stderr and the log through from here on."""
@@ -295,7 +253,7 @@ class _Jobs:
         except BaseException as error:  # sys.exit(0) of a user's function too
             _report(run_dir, self._launch.environment.rank, error)
             self._remove_if_empty(run_dir)
-            if isinstance(error, _TRIAL_ENDS) and _is_tried():
+            if isinstance(error, _TRIAL_ENDS) and is_tried():
                 raise  # Hydra hands it to the sweeper, which decides whether it goes on
             sys.exit(1)
         if self.preempted:
@@ -317,11 +275,11 @@ class _Jobs:
 
     def _run(self, node: DictConfig, run_dir: RunDir) -> Any:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        config, tried = _with_rehearsal(plain(node)), _is_tried()
+        config, tried = _with_rehearsal(plain(node)), is_tried()
         if tried and config.get("objective") is None:
             config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
         if HydraConfig.get().mode == RunMode.MULTIRUN and config.get("resume") == "auto":
-            require_same_choice(_swept(HydraConfig.get().overrides.task, sys.argv[1:]), run_dir)
+            require_same_choice(swept(HydraConfig.get().overrides.task, sys.argv[1:]), run_dir)
         job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
         if self._planned is not None:
             components = _make_components(job, self._planned)
@@ -347,24 +305,6 @@ def _with_rehearsal(config: dict[str, Any]) -> dict[str, Any]:
     if config["batch"].get("micro_size") is None and fast and torch.cuda.is_available():
         config["batch"]["micro_size"] = AUTO
     return config
-
-
-def _swept(overrides: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """Of a job's overrides those that the sweeper has chosen, which the command line does not state as they are."""
-    stated, parser = set(), OverridesParser.create()
-    for argument in arguments:
-        with suppress(HydraException):  # a flag of Hydra's
-            override = parser.parse_override(argument)
-            if not override.is_sweep_override():
-                stated.add(override.get_key_element())
-    split = (one.partition("=") for one in overrides)
-    return {key: value for key, _, value in split if key not in stated}
-
-
-def _is_tried() -> bool:
-    """Whether a sweeper asks for the job's objective: any but Hydra's own, which runs what the command line lists."""
-    hydra_config = HydraConfig.get()
-    return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
 
 
 def _run_main_rank(launch: Launch, coordinator: JobCoordinator, signals: StopSignals) -> int:

@@ -25,8 +25,8 @@ from distaccum.train.parts.base import Done, Part
 from distaccum.train.run_dir import RunDir
 
 
-def _tell_nobody(*_: object) -> None:
-    pass
+def tell_nobody(*_: object) -> None:
+    """Stands for what is told of something, where nobody is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +55,15 @@ class TrainingRun:
     loader: WindowLoader
     run_dir: RunDir
     store: CheckpointStore
-    loggers: Sequence[Logger]
+    loggers: Sequence[Logger] = ()
     wandb_id: str
     began: float
     logged: Mapping[str, int] = field(default_factory=dict)
     utilization: Utilization | None = None
     saved_step: int | None = None
     saved_ago_s: float = 0.0
-    enter_phase: Callable[[str], None] = _tell_nobody
-    tell_saved: Callable[[int, Path], None] = _tell_nobody
+    enter_phase: Callable[[str], None] = tell_nobody
+    tell_saved: Callable[[int, Path], None] = tell_nobody
 
 
 class Loop:

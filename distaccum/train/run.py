@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.environment import is_restart, job_of_kubernetes, note_environment, note_start, refuse_crash_loop
 from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
-from distaccum.train.loop import Loop, TrainingRun
+from distaccum.train.loop import Loop, TrainingRun, tell_nobody
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb import run_id
@@ -62,7 +62,7 @@ from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import Screen, open_screen
-from distaccum.train.session import Restored, Session
+from distaccum.train.session import Session
 from distaccum.train.summary import ModuleRow, not_finite, print_header, print_summary, print_taken_over, summarize
 
 _log = logging.getLogger(__name__)
@@ -272,24 +272,16 @@ def _in_group(prepared: Prepared) -> RunResult:
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    config = components.config
-                    with (
-                        watchdog(trainer, world, run_dir, caught),
-                        deterministic_for(config),
-                        threads_of(config, components.device),
-                        open_screen(
-                            components.total_steps, world, caught, records=components.config.metrics.console
-                        ) as screen,
-                    ):
+                    session = Session(prepared.saved, prepared.beginning)
+                    with watchdog(trainer, world, run_dir, caught):
                         ended = train(
                             components,
-                            Session(prepared.saved, prepared.beginning),
+                            session,
                             run_dir,
                             world,
                             signals=caught,
                             began=prepared.began,
-                            enter_phase=screen.and_show(peers.enter_phase),
-                            screen=screen,
+                            enter_phase=peers.enter_phase,
                         )
                         assert ended is not None
                         return ended
@@ -344,46 +336,51 @@ def train(
     *,
     signals: StopSignals,
     began: float,
-    enter_phase: Callable[[str], None],
-    screen: Screen,
+    enter_phase: Callable[[str], None] = tell_nobody,
 ) -> RunResult | None:
     """Trains from where the ``session`` begins; a collective. None where it ends before the run.
 
     ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
-    ``enter_phase`` is told what this rank does, and ``screen`` is what people see of it.
+    ``enter_phase`` is told what this rank does.
     """
-    before = run_dir.status() if world.is_main else {}
-    if world.is_main:
-        run_dir.write_status(State.RUNNING, step=session.step)
-    if components.config.checkpoint.saves and session.is_first:
-        check_shared(run_dir.path, world)
-    with ExitStack() as closing:
-        run, generators = prepare_run(
-            components,
-            session,
-            run_dir,
-            world,
-            closing=closing,
-            before=before,
-            began=began,
-            enter_phase=enter_phase,
-            screen=screen,
-        )
-        loop = session.loop(run, open_parts(run, screen.console, closing))
-        screen.follow(loop, run.utilization)
-        generators.restore()  # modules that were imported for the header and the loggers may have drawn
-        session.enter(run.accumulator, screen.console)
-        with signals.notify(loop.preempt):
-            evaluation = session.fit(loop)
-        if evaluation is None:
-            return None
-        screen.enter("ending")
-        for logger in run.loggers if loop.preempted else ():
-            logger.mark_preempted()
-    if screen.console is not None:
-        _end(run.components, loop, evaluation, run_dir, screen.console, session=session)
-    run.accumulator.close()  # the model and the optimizer may be trained on with
-    return RunResult(evaluation=evaluation, preempted=loop.preempted)
+    config = components.config
+    with (
+        deterministic_for(config),
+        threads_of(config, components.device),
+        open_screen(components.total_steps, world, signals, records=config.metrics.console) as screen,
+    ):
+        before = run_dir.status() if world.is_main else {}
+        if world.is_main:
+            run_dir.write_status(State.RUNNING, step=session.step)
+        if config.checkpoint.saves and session.is_first:
+            check_shared(run_dir.path, world)
+        with ExitStack() as closing:
+            run, generators = prepare_run(
+                components,
+                session,
+                run_dir,
+                world,
+                closing=closing,
+                before=before,
+                began=began,
+                enter_phase=screen.and_show(enter_phase),
+                screen=screen,
+            )
+            loop = session.loop(run, open_parts(run, screen.console, closing))
+            screen.follow(loop, run.utilization)
+            generators.restore()  # modules that were imported for the header and the loggers may have drawn
+            session.enter(run.accumulator, screen.console)
+            with signals.notify(loop.preempt):
+                evaluation = session.fit(loop)
+            if evaluation is None:
+                return None
+            screen.enter("ending")
+            for logger in run.loggers if loop.preempted else ():
+                logger.mark_preempted()
+        if screen.console is not None:
+            _end(run, loop, evaluation, screen.console, session=session)
+        run.accumulator.close()  # the model and the optimizer may be trained on with
+        return RunResult(evaluation=evaluation, preempted=loop.preempted)
 
 
 def prepare_run(
@@ -418,19 +415,6 @@ def prepare_run(
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
     generators = RNGState.capture(world.device)
     closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
-    open_loggers = partial(
-        _open_loggers,
-        components,
-        accumulator,
-        restore,
-        run_dir,
-        screen,
-        id=wandb_id,
-        before=before,
-        note=note or session.beginning,
-        modules=modules,
-        first_to=session.first_to,
-    )
     run = TrainingRun(
         components=components,
         accumulator=accumulator,
@@ -439,7 +423,6 @@ def prepare_run(
         store=_store(components, run_dir),
         enter_phase=enter_phase,
         tell_saved=screen.saved,
-        loggers=() if screen.console is None else session.loggers(open_loggers, closing),
         wandb_id=wandb_id,
         logged=restore.logged,
         utilization=utilization,
@@ -447,40 +430,37 @@ def prepare_run(
         saved_step=session.saved_step,
         saved_ago_s=session.saved_ago_s(run_dir, began),
     )
+    if screen.console is not None:
+        note = note or session.beginning
+        opened = partial(_open_loggers, run, screen, before=before, note=note, modules=modules, session=session)
+        run = replace(run, loggers=session.loggers(opened, closing))
     return run, generators
 
 
 def _open_loggers(
-    components: TrainingComponents,
-    accumulator: Accumulator,
-    restore: Restored,
-    run_dir: RunDir,
+    run: TrainingRun,
     screen: Screen,
     *,
-    id: str,  # noqa: A002  the trackers' own word
     before: Mapping[str, Any],
     note: str,
     modules: Sequence[ModuleRow],
-    first_to: Callable[[str], bool],
+    session: Session,
 ) -> list[Logger]:
-    """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers.
+    """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers of a run without any.
 
     Args:
-        components: of the run.
-        accumulator: with the progress that the run begins with.
-        restore: says what was logged before.
-        run_dir: of the run.
+        run: of this process.
         screen: has the console.
-        id: of the run, for trackers.
         before: the status that the process before left.
         note: for the header.
         modules: of the model, for the header.
-        first_to: whether no process of the run has done something before.
+        session: of the run.
     """
+    components, accumulator, run_dir, console = run.components, run.accumulator, run.run_dir, screen.console
     config, engine, progress = components.config, accumulator.engine, accumulator.progress
-    assert screen.console is not None
+    assert console is not None
     run_dir.require_owned()
-    rewind_jsonl(run_dir.metrics, progress.window, logged=restore.logged, before_writing=run_dir.require_owned)
+    rewind_jsonl(run_dir.metrics, progress.window, logged=run.logged, before_writing=run_dir.require_owned)
     rewind_jsonl(run_dir.windows, progress.window, before_writing=run_dir.require_owned)
     plan = components.plan.as_dict() | {
         "total_steps": components.total_steps,
@@ -493,7 +473,7 @@ def _open_loggers(
     note_environment(run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit)
     info = RunInfo(
         folder=run_dir.path,
-        id=id,
+        id=run.wandb_id,
         window=progress.window,
         step=progress.step,
         total_steps=components.total_steps,
@@ -501,10 +481,10 @@ def _open_loggers(
         plan=plan,
         git_commit=commit,
     )
-    if first_to("print the header"):
-        print_header(components, engine, run_dir, note, screen.console, modules=modules)
+    if session.first_to("print the header"):
+        print_header(components, engine, run_dir, note, console, modules=modules)
     else:
-        print_taken_over(progress, accumulator.world.size, screen.console)
+        print_taken_over(progress, accumulator.world.size, console)
     run_dir.write_artifacts(engine.facts.artifacts)
     device = accumulator.world.device
     return build_loggers(
@@ -583,23 +563,15 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
     return found
 
 
-def _end(
-    components: TrainingComponents,
-    loop: Loop,
-    evaluation: Mapping[str, float],
-    run_dir: RunDir,
-    console: Any,
-    *,
-    session: Session,
-) -> None:
+def _end(run: TrainingRun, loop: Loop, evaluation: Mapping[str, float], console: Any, *, session: Session) -> None:
     """Rank 0 says how the run has ended."""
-    session.ended(run_dir)
+    session.ended(run.run_dir)
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
-    run_dir.write_status(state, step=loop.progress.step, reason=reason)
+    run.run_dir.write_status(state, step=loop.progress.step, reason=reason)
     if session.first_to("print the summary"):
         print_summary(
-            components, loop.progress, evaluation, run_dir, console, state=state, stop_reason=loop.stop_reason
+            run.components, loop.progress, evaluation, run.run_dir, console, state=state, stop_reason=loop.stop_reason
         )
 
 

@@ -31,12 +31,10 @@ from distaccum.elastic.run.standstill import Standstill
 from distaccum.errors import DistaccumError
 from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents
-from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.failure import note_failure
 from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
-from distaccum.train.screen import open_screen
 from distaccum.train.session import Rank0Resources
 
 _log = logging.getLogger(__name__)
@@ -109,7 +107,6 @@ def run_in_views(
             """A view's part of the run, whose model nobody holds afterwards."""
             components, read, begin = how.begin(saved, view, reports, world, run_dir)
             components = of_ranks_now(components, view, begin.again)
-            config = components.config
             in_view = InView(
                 read,
                 beginning,
@@ -121,21 +118,7 @@ def run_in_views(
                 note=standstill.note,
                 memory=how.memory,
             )
-            with (
-                deterministic_for(config),
-                threads_of(config, device),
-                open_screen(components.total_steps, world, caught, records=config.metrics.console) as screen,
-            ):
-                return train(
-                    components,
-                    in_view,
-                    run_dir,
-                    world,
-                    signals=caught,
-                    began=began,
-                    enter_phase=screen.and_show(_ignore),
-                    screen=screen,
-                )
+            return train(components, in_view, run_dir, world, signals=caught, began=began)
 
         while True:
             view, reports = member.next_view(view, standstill.told_in(how.report(member.name)))
@@ -200,7 +183,3 @@ def of_ranks_now(components: TrainingComponents, view: View, again: Again | None
     builder = ElasticEngines(keepers_of(view.members))
     engine = replace(components.engine, world_size=ranks, builder=builder)
     return components.found(plan=plan, engine=engine)
-
-
-def _ignore(_: str) -> None:
-    pass

@@ -14,7 +14,7 @@ from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.checks import check_results
-from distaccum.train.submitit import NoObjectiveError, objective_of, require_finite
+from distaccum.train.sweeps import NoObjectiveError, objective_of, require_finite
 
 RECORDS = (
     {"step": 1, "loss": 2.5, "tokens_per_s": 100.0, "eval_loss": 2.25, "eval_accuracy": 0.5},

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from distaccum.errors import ConfigError
-from distaccum.train.cli import _swept, require_same_choice
 from distaccum.train.run_dir import RunDir
+from distaccum.train.sweeps import require_same_choice, swept
 
 
 def _made_with(folder: Path, overrides: str) -> RunDir:
@@ -51,7 +51,7 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "overrides", "swept"),
+    ("arguments", "overrides", "expected"),
     [
         (["-m", "optim.lr=1e-3,1e-2", "seed=1"], ["optim.lr=1e-3", "seed=1"], {"optim.lr": "1e-3"}),
         (["optim.lr=tag(log, interval(1e-4, 1e-1))", "+a=[1, 2]"], ["optim.lr=0.5", "+a=[1,2]"], {"optim.lr": "0.5"}),
@@ -60,6 +60,6 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_swept_is_what_the_command_line_does_not_state(
-    arguments: Sequence[str], overrides: Sequence[str], swept: dict[str, str]
+    arguments: Sequence[str], overrides: Sequence[str], expected: dict[str, str]
 ) -> None:
-    assert _swept(overrides, arguments) == swept
+    assert swept(overrides, arguments) == expected
