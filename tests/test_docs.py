@@ -33,7 +33,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, and the mark in an HTML comment above it (``setup``, ``alone``).
+    """A fenced block: its language, and the mark in an HTML comment above it (``setup``, ``alone``, ``loop``).
 
     Those that are marked ``guide`` are run by ``distributed/test_guides.py``, where its page leaves its files.
     """
@@ -423,12 +423,14 @@ _lines.documentation = lambda: b"\\n".join(b"line %d of a short text" % i for i 
 FIT = "\nif 'fit()' not in __source__ and 'trainer' in globals():\n    print(trainer.fit())\n"
 
 
+LOOP = "docs/own-loop.md"
 PYTHON = [b for b in ALL if b.language == "python" and b.mark not in ("setup", "guide", "interface")]
 
 
 def run_block(block: Block, folder: Path) -> str:
-    """Runs a block after its page's setup, as a script in a process of its own; returns what it printed."""
-    setup = "" if block.mark == "alone" else "".join(b.text for b in blocks(block.page) if b.mark == "setup")
+    """Runs a block after its page's setup, or own-loop.md's, as a script in a process of its own; what it printed."""
+    page = LOOP if block.mark == "loop" else block.page
+    setup = "" if block.mark == "alone" else "".join(b.text for b in blocks(page) if b.mark == "setup")
     script = folder / "block.py"
     script.write_text(f"__source__ = {block.text!r}\n{SHORT_TEXT}{setup}\n{block.text}{FIT}")
     return succeed(script=script, cwd=folder).stdout

@@ -16,10 +16,9 @@ LEVELS = ("loop", "accumulate", "trainer")
 
 
 def _run(example: str, world: int, cwd: Path) -> str:
-    """What the page's command for so many processes prints; run elsewhere, so that it leaves nothing here."""
-    start = "python " if world == 1 else f"torchrun --standalone --nproc-per-node={world} "
-    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"{start}launch/examples/{example}.py")]
-    script, *arguments = shlex.split(line.removeprefix(start).replace("launch/examples/", f"{ROOT}/launch/examples/"))
+    """What the page's command prints on so many processes; run elsewhere, so that it leaves nothing here."""
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"python launch/examples/{example}.py")]
+    script, *arguments = shlex.split(line.replace("launch/examples/", f"{ROOT}/launch/examples/"))[1:]
     return succeed(*arguments, script=Path(script), world=world, timeout=120, cwd=cwd).stdout
 
 

@@ -166,9 +166,8 @@ def test_every_window_of_every_cell_of_the_engines_is_proved(tmp_path: Path, wor
 @pytest.mark.heavy
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_example_is_accused(tmp_path: Path, world: int) -> None:
-    start = "python " if world == 1 else f"torchrun --standalone --nproc-per-node={world} "
     page = (ROOT / "docs" / "own-loop.md").read_text().splitlines()
-    commands = [line.removeprefix(start) for line in page if line.startswith(f"{start}launch/examples/")]
+    commands = [line.removeprefix("python ") for line in page if line.startswith("python launch/examples/")]
     assert len(commands) >= 4
     for command in commands:
         script, *arguments = shlex.split(command.replace("launch/examples/", f"{ROOT}/launch/examples/"), comments=True)
