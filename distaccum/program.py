@@ -87,6 +87,8 @@ def load(target: str) -> Any:
 
 REPORT = "distaccum.tools.report.at_end:ReportAtEnd"
 """A context around a run, which writes its report at its end."""
+PROFILER = "distaccum.tools.profiling:Profiler"
+"""A part of a run, where some of its windows are to be profiled."""
 HELP = "distaccum.tools.help:show"
 """Prints what can be set, given ``train`` or ``plan`` and a key or group, and gives the exit code."""
 SUBMITIT = "distaccum.tools.submitit:SubmititJob"

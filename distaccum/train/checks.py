@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 from distaccum.checkpoint import weights
 from distaccum.config.checks import GLOO
 from distaccum.config.schema import RunConfig
+from distaccum.config.trainer import ProfileConfig
 from distaccum.data.factory import check_workers
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loading_processes import reading
@@ -38,7 +39,6 @@ from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
 from distaccum.train.packing import check_padding
-from distaccum.train.profiling import check_profile
 from distaccum.train.sweeps import check_of_records, names_of
 
 
@@ -368,6 +368,21 @@ class _CountsOne:
         return not isinstance(self._loss.count(self._collate(samples)), Mapping)
 
 
+def _check_profile(config: ProfileConfig, device: torch.device, total_steps: int) -> None:
+    """Refuses what this device cannot give, and windows that the run does not get to.
+
+    Raises:
+        ConfigError: either.
+    """
+    for name in ("memory", "nvtx"):
+        if getattr(config, name) and device.type != "cuda":
+            remedy = "Leave it out: profile.steps alone says where the time goes"
+            raise ConfigError(f"profile.{name}", True, f"is for a GPU, and this rank computes on {device.type}", remedy)
+    if config.steps is not None and config.steps[0] > total_steps:
+        problem = f"begins after the last of the run's {total_steps} updates"
+        raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
+
+
 CHECKS: Sequence[Callable[[Stated], None]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
     lambda run: check_held_out(run.data, run.config, metrics=run.metrics, world_size=run.world_size),
@@ -381,7 +396,7 @@ CHECKS: Sequence[Callable[[Stated], None]] = (
     lambda run: _check_with_model(run.loss, run.model),
     lambda run: _check_loss_parameters(run.loss, run.model),
     lambda run: check_metrics(run.metrics, run.loss, evaluated=bool(run.data.held_out)),
-    lambda run: check_profile(run.config.profile, run.device, run.total_steps),
+    lambda run: _check_profile(run.config.profile, run.device, run.total_steps),
     lambda run: check_callbacks(run.callbacks, evaluates=evaluates(run.data, run.config)),
     lambda run: ema.check(run.callbacks, run.config),
     lambda run: check_results(run.data, run.config, run.callbacks, loss=run.loss, metrics=run.metrics),

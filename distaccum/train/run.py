@@ -37,7 +37,7 @@ from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import REPORT, load
+from distaccum.program import PROFILER, REPORT, load
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
@@ -57,7 +57,6 @@ from distaccum.train.parts.records import Records, SkipRecords
 from distaccum.train.parts.rollback import RollBack
 from distaccum.train.parts.time_limit import TimeLimit
 from distaccum.train.peers import Peers
-from distaccum.train.profiling import Profiler
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
@@ -557,7 +556,7 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
         found.append(RollBack(run, checkpoints))
     found.append(time_limit)
     if config.profile.steps is not None:
-        profiler = Profiler(config.profile, engine, run.run_dir.path / "profile", console=console)
+        profiler = load(PROFILER)(config.profile, engine, run.run_dir.path / "profile", console=console)
         closing.callback(profiler.close)
         found.append(profiler)
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distaccum.train.profiling import ROWS
+from distaccum.tools.profiling import ROWS
 from tests.support.commands import ROOT, TINY, metrics, status, succeed
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.distributed.world import World
-from distaccum.train.profiling import ROWS
+from distaccum.tools.profiling import ROWS
 
 pytestmark = pytest.mark.gpu
 CYCLES = 20_000_000  # of the device: some ten milliseconds

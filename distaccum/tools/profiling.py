@@ -19,7 +19,6 @@ from distaccum.config.trainer import ProfileConfig
 from distaccum.data.hooks import WindowHook
 from distaccum.distributed.activity import Phase
 from distaccum.engines.base import Engine
-from distaccum.errors import ConfigError
 from distaccum.train.parts.base import Part
 
 if TYPE_CHECKING:
@@ -188,7 +187,7 @@ class PhaseTable:
     """The times of all ranks.
 
     Args:
-        by_rank: of every rank its windows, as :meth:`~distaccum.train.profiling.Timeline.rows` gives them; as many on
+        by_rank: of every rank its windows, as :meth:`~distaccum.tools.profiling.Timeline.rows` gives them; as many on
             each.
         first: the first one's number, in the count of this process's windows.
         forward_communicates: whether the ranks wait for each other in forwards too.
@@ -316,21 +315,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 _log = logging.getLogger(__name__)
 _HISTORY = 200_000  # allocations that a snapshot remembers
-
-
-def check_profile(config: ProfileConfig, device: torch.device, total_steps: int) -> None:
-    """Refuses what this device cannot give, and windows that the run does not get to.
-
-    Raises:
-        ConfigError: either.
-    """
-    for name in ("memory", "nvtx"):
-        if getattr(config, name) and device.type != "cuda":
-            remedy = "Leave it out: profile.steps alone says where the time goes"
-            raise ConfigError(f"profile.{name}", True, f"is for a GPU, and this rank computes on {device.type}", remedy)
-    if config.steps is not None and config.steps[0] > total_steps:
-        problem = f"begins after the last of the run's {total_steps} updates"
-        raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
 
 
 class Profiler(Part):
