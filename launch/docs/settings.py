@@ -96,12 +96,15 @@ def _listed(parts: list[str]) -> str:
 def keys_of_choices() -> str:
     """What the choices of the groups take: a row for each key, and for each choice that has another one by its name.
 
-    Arguments of other packages' classes, of which only the name is known, are left out.
+    Arguments of another package's class, of which only the name is known, have a row together.
     """
     rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
-    for one in (one for one in arguments() if not re.fullmatch(r"of `[\w.]+`\.", one.meaning)):
-        said = (f"`{one.key}`", _type(one), _default(one.default), one.meaning)
-        rows.setdefault(said, []).extend(one.files)
+    for (files, meaning), those in groupby(arguments(), lambda one: (one.files, one.meaning)):
+        found = list(those)
+        together = [found] if re.fullmatch(r"of `[\w.]+`\.", meaning) else [[one] for one in found]
+        for keys in together:
+            columns = zip(*((f"`{one.key}`", _type(one), _default(one.default)) for one in keys), strict=True)
+            rows.setdefault((*map("; ".join, columns), meaning), []).extend(files)
     head = "| key | of | type | default | meaning |\n|---|---|---|---|---|\n"
     return head + "\n".join(
         f"| {key} | {_choices(files)} | {kind} | {default} | {meaning} |"
