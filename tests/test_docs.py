@@ -268,6 +268,7 @@ CHAIN = [
     command for command in COMMANDS if _training(command) and "resume=auto" in command and command not in ELSEWHERE
 ]
 TRAINING = [command for command in COMMANDS if _training(command) and command not in {*CHAIN, *ELSEWHERE}]
+TRAINED = [command for command in TRAINING if not _only_prints((_training(command) or (0, []))[1])]
 JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
 PLAN = [command for command in COMMANDS if command.startswith("distaccum plan ")]
 CONTAINERS = [command for command in COMMANDS if command.startswith(("docker ", "kubectl "))]
@@ -290,12 +291,10 @@ def test_what_runs_elsewhere_is_there(test: str) -> None:
     assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=() if COMMANDS[c] == "README.md" else pytest.mark.slow) for c in TRAINING],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in TRAINING if c not in TRAINED or "compile=" in c])
 def test_a_training_command_passes_the_check(command: str, tmp_path: Path) -> None:
-    """What it says can be configured and built; nothing is trained."""
+    """What it says can be configured and built; nothing is trained, as the others are below."""
     found = _training(command)
     assert found is not None
     processes, arguments = found
@@ -319,11 +318,7 @@ def _marks(command: str) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(command, marks=[] if COMMANDS[command] == "README.md" else _marks(command))
-        for command in TRAINING
-        if not _only_prints((_training(command) or (0, []))[1])
-    ],
+    [pytest.param(c, marks=[] if COMMANDS[c] == "README.md" else _marks(c)) for c in TRAINED],
 )
 def test_a_training_command_trains(command: str, tmp_path: Path) -> None:
     """As it stands, on as many processes, but for a tiny model and three updates."""
@@ -335,6 +330,7 @@ def test_a_training_command_trains(command: str, tmp_path: Path) -> None:
     assert metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_from_a_laptop_to_a_node_each_command_resumes_the_one_before(tmp_path: Path) -> None:
     steps = []
     for command in CHAIN:
@@ -347,6 +343,7 @@ def test_from_a_laptop_to_a_node_each_command_resumes_the_one_before(tmp_path: P
     assert steps == [50, 60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", JOBS)
 def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> None:
     """Its script exists and the configuration passes the check; tests/cluster/slurm submit jobs of each kind."""
@@ -365,6 +362,7 @@ def test_a_slurm_command_names_what_there_is(command: str, tmp_path: Path) -> No
     succeed(*overrides, "--check=16", f"hydra.run.dir={tmp_path / 'run'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PLAN)
 def test_a_forecast_command_forecasts(command: str, tmp_path: Path) -> None:
     module, function = commands()["plan"].target.split(":")

@@ -159,7 +159,7 @@ SHOWN_BY = {
         "distributed/test_dropout.py::test_dropout_does_not_depend_on_the_world",
     ),
     "the same bits on any number of ranks": (
-        "distributed/test_reproducible.py::test_a_covering_set_is_the_same_on_1_to_3_ranks",
+        "distributed/test_reproducible.py::test_a_covering_set_is_the_same_on_1_and_3_ranks",
     ),
     "losses that compare the samples of a batch, over the global batch": (
         "unit/accumulation/test_two_pass.py::test_the_gradient_is_that_of_the_whole_window",

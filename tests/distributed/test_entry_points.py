@@ -99,6 +99,7 @@ def test_python_alone_is_a_world_of_one(tmp_path: Path, start: list[str]) -> Non
     assert json.loads((tmp_path / "plan.json").read_text())["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_and_their_accuracy_reported(tmp_path: Path) -> None:
     finished = succeed(
         "data=digits",

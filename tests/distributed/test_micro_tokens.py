@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
         pytest.param(2, (), marks=slow),
         (2, (GROUPED, "trainer.num_workers=1")),
         pytest.param(2, ("engine=zero1",), marks=heavy),
-        (2, ("engine=fsdp2",)),  # ranks have other numbers of micro-batches
+        pytest.param(2, ("engine=fsdp2",), marks=slow),  # ranks have other numbers of micro-batches
         pytest.param(2, ("engine=fsdp2", GROUPED), marks=heavy),
         pytest.param(2, ("batch.micro_size=2",), marks=heavy),
         pytest.param(4, (), marks=slow),

@@ -42,7 +42,7 @@ def test_it_stops_all_ranks_and_names_the_one(
             assert found[0] == found[1]
             message = found[0]["message"]
             says(message)
-            rank = rank_of(micro_step, kind)
+            rank = rank_of(micro_step)
             sample = GLOBAL_SIZE + rank * SHARE + micro_step * MICRO_SIZE
             assert f"on rank {rank} in micro-batch {micro_step} (samples {sample}, {sample + 1})" in message
             assert (found[0]["applied"], found[0]["untouched"]) == ([True, False], [False, True])

@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "workers" / "odd_state.py"
 HEAVY = [pytest.param(engine, marks=pytest.mark.heavy) for engine in ("zero1", "deepspeed")]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", *HEAVY])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow), *HEAVY])
 def test_a_resumed_run_has_it_bit_for_bit(engine: str, tmp_path: Path) -> None:
     """Extra state was a raw error at the first save, or lost; 16-bit integers and 8-bit floats one at wrapping."""
     if engine == "deepspeed":
