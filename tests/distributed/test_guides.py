@@ -204,12 +204,14 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_text(content)
     module, in_python, by_name, batches, shards, tokens, pairs, balanced = (text for _, text in _walk(page, tmp_path))
-    assert module == shards == balanced == ""
+    assert module == shards == ""
     assert float(in_python.splitlines()[-1]) < 0.2
     assert "points of a line" in by_name
     assert "eval_loss is below 0.02" in by_name
     assert "6 updates, 24 samples" in batches  # a sample is a batch here: 12 of them in an epoch
     assert "10 updates, " in tokens
     assert float(pairs.splitlines()[-1]) > 0.5  # of 60 held-out pairs, by chance 0.02
+    first, *_, last = map(float, balanced.splitlines())
+    assert last < first
     held = sum(path.stat().st_size for path in (tmp_path / "shards").glob("*.bin"))
     assert held > 100_000
