@@ -159,13 +159,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert not missing, (lines[0], missing)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["optim.lr=abc"], id="composing", marks=pytest.mark.slow),
-        pytest.param(["batch.micro_size=1000"], id="building"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["optim.lr=abc"], ["batch.micro_size=1000"]], ids=["composing", "building"])
 @pytest.mark.fault(
     "a plan that cannot be (a micro-batch larger than the global batch), or no plan at all, under torchrun",
     group="settings",

@@ -100,6 +100,7 @@ VARIABLES = {
 }
 
 
+@pytest.mark.slow
 def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> None:
     asked = ["metrics.wandb.name=mine", "metrics.wandb.log_checkpoints=all", "checkpoint.best=eval_loss"]
     project = tmp_path / "project"
