@@ -18,7 +18,7 @@ from distaccum.errors import BatchStatisticsWarning, MisuseError, shorten
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 
-# Whether a micro-batch's loss is the same a second time, for ``numerics=reproducible``.
+# Whether a micro-batch's loss is the same a second time, as its bits have to be where sums have a fixed order.
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum.config.checks import REPRODUCIBLE, require
+from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
@@ -18,7 +18,6 @@ from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Pla
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
-from distaccum.data.plan.units import UnitPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
@@ -87,7 +86,7 @@ def make_plan(
             samples=len(source.train),
             stages=tuple(stages),
             global_batch_size=global_batch_size,
-            lengths=_tokens_of_samples(source, key, shown) if in_tokens else None,
+            lengths=(source.sample_tokens or lengths_of(source, key, shown)) if in_tokens else None,
             seed=seed,
             **sizes,
         )
@@ -95,7 +94,7 @@ def make_plan(
         plan = BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
     else:
         assert tokens is not None
-        plan = TokenPlan(lengths=_lengths(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+        plan = TokenPlan(lengths=lengths_of(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
     if micro_tokens is None:
         return plan
     return _within_tokens(
@@ -138,7 +137,7 @@ def _within_tokens(
     key = names.micro_tokens
     problem, remedy = "the rows of micro-batches are filled up to one number", "Leave pad_rows out"
     require(not source.pad_rows, key, micro_tokens, problem, remedy)
-    lengths, padded = _lengths(source, key, micro_tokens), tokens_of(source.collate)
+    lengths, padded = lengths_of(source, key, micro_tokens), tokens_of(source.collate)
     if not isinstance(micro_tokens, int):
         micro_tokens = padded(np.full(micro_batch_size, lengths.max()))
     return MicroTokenPlan(
@@ -150,35 +149,6 @@ def _within_tokens(
         limits_samples=limits_samples,
         names=names,
     )
-
-
-def in_units(
-    plan: Plan | StreamPlan,
-    source: DataSpec,
-    *,
-    virtual_ranks: int,
-    group_by_length: bool = False,
-    names: SizeNames = KEYWORDS,
-) -> UnitPlan:
-    """The plan with micro-batches that are the same on any number of ranks.
-
-    Args:
-        plan: by :func:`make_plan`.
-        source: the data.
-        virtual_ranks: the blocks of a window.
-        group_by_length: whether a unit holds samples of similar length.
-        names: what an error calls the sizes.
-
-    Raises:
-        ConfigError: the data is a stream, or there are more ranks than ``virtual_ranks``.
-    """
-    if plan.is_stream:
-        problem = "the data is a stream, of which each rank has its own samples"
-        raise ConfigError("numerics", REPRODUCIBLE, problem, "Give a map-style dataset, or use numerics=fast")
-    grouped = group_by_length and not plan.arranges_samples
-    group_by = _lengths(source, "batch.group_by_length", True) if grouped else None
-    key = "batch.virtual_ranks" if names is CONFIG_KEYS else "virtual_ranks"
-    return UnitPlan(plan=plan, virtual_ranks=virtual_ranks, group_by=group_by, key=key)
 
 
 def _check_rows(source: DataSpec, key: str) -> None:
@@ -298,7 +268,7 @@ def build_loader(
         world,
         collate=source.collate,
         workers=workers,
-        group_by=_lengths(source, "batch.group_by_length", True) if group_by_length else None,
+        group_by=lengths_of(source, "batch.group_by_length", True) if group_by_length else None,
         seed=seed,
         filled_with=source.ignored if source.pad_rows else None,
     )
@@ -357,11 +327,12 @@ def _as_loader(
     return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
 
 
-def _tokens_of_samples(source: DataSpec, key: str, value: object) -> Ids | int:
-    return source.sample_tokens or _lengths(source, key, value)
+def lengths_of(source: DataSpec, key: str, value: object) -> Ids:
+    """The tokens of each training sample.
 
-
-def _lengths(source: DataSpec, key: str, value: object) -> Ids:
+    Raises:
+        ConfigError: the data does not say how many, which ``value`` of ``key`` needs.
+    """
     if source.lengths is None:
         remedy = "Give lengths to its DataSpec: the tokens of each training sample"
         raise ConfigError(key, value, "the data does not say how long its samples are", remedy)

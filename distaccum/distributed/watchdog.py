@@ -379,7 +379,7 @@ class Watchdog:
             sleep(self._beat_s)
             self._look(monotonic())
             self._show()
-        if self._place_has_changed(quiet) or self._ended.is_set():
+        if monotonic() - self._since < quiet or self._ended.is_set():  # it has moved meanwhile
             return
         own = self._show(closely=True)
         signs = self._signs()
@@ -393,9 +393,6 @@ class Watchdog:
             self._raise_alarm(answering, signs)
         else:
             self._answer(self._store)
-
-    def _place_has_changed(self, quiet: float) -> bool:
-        return monotonic() - self._since < quiet
 
     def _raise_alarm(self, answering: set[int], signs: Mapping[int, Sign]) -> None:
         self._dump()

@@ -345,7 +345,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     context.numerics.check(model, context)
     if context.builder is not None:
         context.builder.check(context)
-    hardware.check(context.policy, context.device)
+    hardware.check(context.policy, hardware.gpu_of(context.device))
     spec = SPECS[context.engine.name]
     if is_meta(model) and not spec.makes_weights:
         able = ", ".join(name for name, other in SPECS.items() if other.makes_weights)

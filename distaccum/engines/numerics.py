@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from distaccum.config.checks import NUMERICS, REPRODUCIBLE, require, require_choice
 from distaccum.config.engine import EngineConfig, FSDP2Config
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import in_units
-from distaccum.data.plan.batch import KEYWORDS, Plan, SizeNames
+from distaccum.data.factory import lengths_of
+from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.plan.units import VIRTUAL_RANKS, Deal
+from distaccum.data.plan.units import VIRTUAL_RANKS, Deal, UnitPlan
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
@@ -69,9 +69,16 @@ class Numerics:
         return Reproducible(virtual_ranks) if name == REPRODUCIBLE else Numerics()
 
     def plan(
-        self, plan: Plan | StreamPlan, _: DataSpec, *, group_by_length: bool = False, names: SizeNames = KEYWORDS
+        self, plan: Plan | StreamPlan, source: DataSpec, *, group_by_length: bool = False, names: SizeNames = KEYWORDS
     ) -> Plan | StreamPlan:
-        """A plan of these data, with the micro-batches that the sums need; see :func:`in_units`."""
+        """A plan with the micro-batches that the sums need.
+
+        Args:
+            plan: of ``make_plan``.
+            source: the data.
+            group_by_length: whether micro-batches hold samples of similar length.
+            names: what an error calls the sizes.
+        """
         return plan
 
     def counter(self, world: World, count: Count | None) -> GlobalCounter:
@@ -125,7 +132,13 @@ class Reproducible(Numerics):
         Raises:
             ConfigError: the data is a stream, or there are more ranks than ``virtual_ranks``.
         """
-        return in_units(plan, source, virtual_ranks=self.virtual_ranks, group_by_length=group_by_length, names=names)
+        if plan.is_stream:
+            problem = "the data is a stream, of which each rank has its own samples"
+            raise _refusal(problem, "Give a map-style dataset, or use numerics=fast")
+        grouped = group_by_length and not plan.arranges_samples
+        group_by = lengths_of(source, "batch.group_by_length", True) if grouped else None
+        key = "batch.virtual_ranks" if names is CONFIG_KEYS else "virtual_ranks"
+        return UnitPlan(plan=plan, virtual_ranks=self.virtual_ranks, group_by=group_by, key=key)
 
     def buffers(self, model: nn.Module, world: World) -> Buffers:
         """See :class:`Numerics`."""

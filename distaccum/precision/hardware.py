@@ -39,11 +39,6 @@ def gpu_of(device: torch.device) -> Gpu | None:
         )
 
 
-def check(policy: PrecisionPolicy, device: torch.device) -> None:
-    """Raises ConfigError where ``device`` cannot compute as the policy says."""
-    refuse(policy, gpu_of(device))
-
-
 def warn(policy: PrecisionPolicy, device: torch.device) -> None:
     """Warns where ``device`` can, and another policy would be faster; for one rank to say."""
     if text := slowness(policy, gpu_of(device)):
@@ -74,7 +69,7 @@ def configure(policy: PrecisionPolicy, device: torch.device) -> None:
             settings.fp32_precision = "tf32" if tf32 else "ieee"
 
 
-def refuse(policy: PrecisionPolicy, gpu: Gpu | None) -> None:
+def check(policy: PrecisionPolicy, gpu: Gpu | None) -> None:
     """Raises ConfigError where the policy cannot be had; ``gpu`` is None on a CPU."""
     if policy.compute_dtype is torch.bfloat16 and gpu is not None and not gpu.bf16:
         problem, remedy = f"{gpu} has no native bf16 arithmetic", "Use precision=fp16, or fp32"

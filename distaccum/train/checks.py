@@ -106,7 +106,7 @@ def check_hardware(config: RunConfig, device: torch.device) -> None:
     Raises:
         ConfigError: either.
     """
-    if config.deterministic or config.reproducible:
+    if determinism.is_wanted(config):
         determinism.check(device)
     if config.trainer.backend == GLOO:
         refuse_gloo(config.engine, device, key="trainer.backend")

@@ -31,6 +31,11 @@ def check(device: torch.device) -> None:
         raise ConfigError("deterministic", True, problem, "Set it where the run is started, or use deterministic=false")
 
 
+def is_wanted(config: RunConfig) -> bool:
+    """Whether the settings ask for such kernels."""
+    return config.deterministic or config.reproducible
+
+
 def threads(config: RunConfig, device: torch.device) -> int:
     """How many threads of a CPU each rank's kernels have."""
     if config.trainer.threads is not None:
@@ -65,7 +70,7 @@ def threads_of(config: RunConfig, device: torch.device) -> Iterator[None]:
 def deterministic_for(config: RunConfig) -> AbstractContextManager[None]:
     """:func:`deterministic`, as the settings say."""
     named = "numerics=reproducible" if config.reproducible else "deterministic=true"
-    return deterministic(config.deterministic or config.reproducible, named=named)
+    return deterministic(is_wanted(config), named=named)
 
 
 @contextmanager

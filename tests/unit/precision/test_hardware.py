@@ -35,7 +35,7 @@ def _policy(name: str, reduce_dtype: str = "fp32") -> PrecisionPolicy:
 )
 def test_what_the_hardware_cannot_do_is_refused_by_name(name: str, gpu: Gpu | None, named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        hardware.refuse(_policy(name), gpu)
+        hardware.check(_policy(name), gpu)
     assert all(words in str(caught.value) for words in named), caught.value
 
 
@@ -52,7 +52,7 @@ def test_what_the_hardware_cannot_do_is_refused_by_name(name: str, gpu: Gpu | No
     ],
 )
 def test_what_it_can_do_is_not(name: str, gpu: Gpu | None) -> None:
-    hardware.refuse(_policy(name), gpu)
+    hardware.check(_policy(name), gpu)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_nothing_else_is(name: str, gpu: Gpu | None) -> None:
 
 def test_this_machines_cpu_is_asked() -> None:
     assert hardware.gpu_of(CPU) is None
-    hardware.check(_policy("bf16"), CPU)
+    hardware.check(_policy("bf16"), hardware.gpu_of(CPU))
     with pytest.raises(ConfigError, match="precision=tf32"):
-        hardware.check(_policy("tf32"), CPU)
+        hardware.check(_policy("tf32"), hardware.gpu_of(CPU))
     with pytest.warns(PrecisionWarning, match="precision=fp16") as caught:
         hardware.warn(_policy("fp16"), CPU)
     assert [warning.filename for warning in caught] == [__file__]
