@@ -8,25 +8,22 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from distaccum.train.metrics.background import files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
 
 _log = logging.getLogger(__name__)
 
-_Item = TypeVar("_Item")
-_Files = dict[str, tuple[int, int, int]]
 _ID = "distaccum.run_id"
 _KEY, _VALUE = 250, 5000  # characters that MLflow takes of a name and a value
-_PARAMS, _METRICS = 100, 1000  # of one request
+_PARAMS = 100  # of one request
 _RETRIES = logging.getLogger("urllib3.connectionpool")
 _NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")
 
@@ -43,7 +40,7 @@ class MLflowLogger(Logger):
     def __init__(self) -> None:
         self._preempted, self._run = False, ""
         self._has: set[int] = set()  # windows
-        self._uploaded: dict[int, _Files] = {}  # by the checkpoint's step
+        self._uploaded: dict[int, list[int]] = {}  # by the checkpoint's step
 
     def begin(self, run: RunInfo) -> None:
         """Opens the run, or creates it, and sends what it lacks."""
@@ -57,22 +54,23 @@ class MLflowLogger(Logger):
         self._client.update_run(self._run, status="RUNNING")
         self._log_params(run)
         self._has = {point.step for point in self._client.get_metric_history(self._run, "window")}
-        before = [record for record in records_of(run.folder / "metrics.jsonl") if record["window"] <= run.window]
-        for record in before:
-            self._log_texts(record)
-        for metrics in _chunks([m for record in before for m in self._metrics_of(record)], _METRICS):
-            self._client.log_batch(self._run, metrics=metrics)
+        for record in records_of(run.folder / "metrics.jsonl"):
+            if record["window"] <= run.window:
+                self.log(record)
 
     def log(self, record: Record) -> None:
-        """Sends the record as one request."""
-        self._log_texts(record)
-        if metrics := self._metrics_of(record):
-            self._client.log_batch(self._run, metrics=metrics)
+        """Sends a record that the run has not got: its texts as an artifact, then its numbers as one request."""
+        from mlflow.entities import Metric  # noqa: PLC0415
 
-    def _log_texts(self, record: Record) -> None:
-        """Makes an artifact of a record's texts; before its numbers, which say that the run has the record."""
-        if TEXTS in record and int(record["window"]) not in self._has:
-            self._client.log_dict(self._run, record[TEXTS], f"texts/window-{record['window']}.json")
+        window, now = int(record["window"]), int(1000 * time.time())
+        if window in self._has:
+            return
+        if TEXTS in record:
+            self._client.log_dict(self._run, record[TEXTS], f"texts/window-{window}.json")
+        numbers = {_key(name): value for name, value in record.items() if isinstance(value, int | float)}
+        numbers["window"] = numbers.pop("window")  # the last to arrive: who finds it finds the others
+        metrics = [Metric(name, float(value), now, window) for name, value in numbers.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def alert(self, title: str, text: str) -> None:
         """Makes it a tag of the run."""
@@ -83,7 +81,7 @@ class MLflowLogger(Logger):
 
         A step may come twice: with the same files, as the best; or with others, of a run that was rolled back.
         """
-        place, files = f"checkpoints/step-{step}", _identity(path)
+        place, files = f"checkpoints/step-{step}", [file.stat().st_mtime_ns for file, _ in files_of(path)]
         if self._uploaded.get(step) != files:
             self._client.log_artifacts(self._run, str(path), place)
             self._uploaded[step] = files
@@ -121,41 +119,27 @@ class MLflowLogger(Logger):
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
             return given
-        name = name or "distaccum"
-        if (found := self._client.get_experiment_by_name(name)) is None:
-            from mlflow.exceptions import MlflowException  # noqa: PLC0415
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
-            try:
-                return str(self._client.create_experiment(name))
-            except MlflowException:  # another run has made it meanwhile
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
-                    raise
-        return str(found.experiment_id)
+        try:
+            return str(self._client.create_experiment(name or "distaccum"))
+        except MlflowException:  # it is there
+            if (found := self._client.get_experiment_by_name(name or "distaccum")) is None:
+                raise
+            return str(found.experiment_id)
 
     def _log_params(self, run: RunInfo) -> None:
         """Settings, which MLflow lets nobody change: what a resumed run has changed is a tag ``resumed.KEY``."""
-        from mlflow.entities import Param, RunTag  # noqa: PLC0415
+        from mlflow.entities import Param  # noqa: PLC0415
 
         known = self._client.get_run(self._run).data.params
         given = dict(flat({**run.config, "plan": run.plan, "git_commit": run.git_commit}))
         new = [Param(key, value) for key, value in given.items() if key not in known]
-        changed = [RunTag(f"resumed.{key}"[:_KEY], v) for key, v in given.items() if known.get(key, v) != v]
-        for params in _chunks(new, _PARAMS):
-            self._client.log_batch(self._run, params=params)
-        for tags in _chunks(changed, _PARAMS):
-            self._client.log_batch(self._run, tags=tags)
-
-    def _metrics_of(self, record: Mapping[str, Any]) -> list[Metric]:
-        """The numbers of a record; none where the run has them."""
-        from mlflow.entities import Metric  # noqa: PLC0415
-
-        window, now = int(record["window"]), int(1000 * time.time())
-        if window in self._has:
-            return []
-        numbers = {_key(name): value for name, value in record.items() if isinstance(value, int | float)}
-        numbers["window"] = numbers.pop("window")  # the last to arrive: who finds it finds the others
-        return [Metric(name, float(value), now, window) for name, value in numbers.items()]
+        for first in range(0, len(new), _PARAMS):
+            self._client.log_batch(self._run, params=new[first : first + _PARAMS])
+        for key, value in given.items():
+            if known.get(key, value) != value:
+                self._client.set_tag(self._run, f"resumed.{key}"[:_KEY], value)
 
 
 class ToldOnce(logging.Filter):
@@ -191,20 +175,9 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
             yield _key(name), text[:_VALUE]
 
 
-def _identity(checkpoint: Path) -> _Files:
-    """The files by their inodes, times and sizes: links of the same ones have the same, whatever their folder."""
-    stats = {name: file.stat() for file, name in files_of(checkpoint)}
-    return {name: (one.st_ino, one.st_mtime_ns, one.st_size) for name, one in stats.items()}
-
-
 def _key(name: str) -> str:
     """A name that MLflow takes: one that is another path, as ``hf://set``, it refuses with all of the request."""
     key = _NOT_IN_KEYS.sub("_", name)[:_KEY]
     if key.startswith((".", "/")) or posixpath.normpath(key) != key:
         key = re.sub(r"^\.|/", "_", key) or "_"
     return key
-
-
-def _chunks(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
-    for first in range(0, len(items), size):
-        yield list(items[first : first + size])
