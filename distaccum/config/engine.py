@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, ClassVar
 
 from distaccum.config.checks import require, require_annotated, require_choice, require_count, require_positive
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.sharding import (
-    ADAM,
-    FULL,
-    GRADIENT_STAGE,
-    HALF,
-    OPTIMIZER_STAGE,
-    PARAMETER_STAGE,
-    Formats,
-    Sharding,
-)
 from distaccum.errors import ConfigError, near_misses
 
 SYNCS = ("boundary", "every")
 ACTIVATION_CHECKPOINTS = ("none", "blocks", "selective")
 GATHER_DTYPES = ("compute", "fp32")
 STAGES = (0, 1, 2, 3)
+_PARAMETER_STAGE = 3  # of ZeRO, from which on parameters are sharded
 BY_PARAMETER = "kept by parameter name"
 """The format of optimizer state that all engines read and write, at any world size."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ABC):
+class EngineConfig:
     """The base of an engine's settings.
 
-    An engine is one subclass here, listed in ``ENGINES``; one line in ``engines/factory.py``; and
-    ``conf/engine/NAME.yaml``.
+    An engine is one subclass here, listed in ``ENGINES``; one line in ``engines/factory.py``; what a forecast knows of
+    it in ``tools/plan/sharding.py``; and ``conf/engine/NAME.yaml``.
 
     Args:
         activation_checkpoint (none | blocks | selective): recompute in the backward what ``blocks`` computed, or all of
@@ -62,18 +52,6 @@ class EngineConfig(ABC):
         """Whether the model's parameters are the weights that the optimizer steps: whole, or as this rank's shards."""
         return not precision.keeps_masters
 
-    @abstractmethod
-    def sharding(self) -> Sharding:
-        """What a forecast counts with."""
-
-    def formats(self, precision: PrecisionConfig, moments: float = ADAM) -> Formats:
-        """Bytes an element in a precision, with an optimizer that keeps ``moments`` bytes an element."""
-        reduced = FULL if precision.reduce_dtype == "fp32" else HALF
-        return replace(self._formats(precision), moments=moments, reduced=reduced)
-
-    def _formats(self, precision: PrecisionConfig) -> Formats:
-        return Formats()
-
 
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig(EngineConfig):
@@ -92,23 +70,12 @@ class DDPConfig(EngineConfig):
         super().__post_init__()
         require_positive("engine.bucket_cap_mb", self.bucket_cap_mb)
 
-    def sharding(self) -> Sharding:
-        """See ``EngineConfig``."""
-        return Sharding(stage=0, bucket_cap_mb=self.bucket_cap_mb)
-
-    def _formats(self, precision: PrecisionConfig) -> Formats:
-        return Formats(parameters=HALF, gathered=HALF, copies=FULL) if precision.keeps_masters else Formats()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Zero1Config(DDPConfig):
     """As ``ddp``, with the optimizer state of each parameter on one rank."""
 
     name: str = "zero1"
-
-    def sharding(self) -> Sharding:
-        """See ``EngineConfig``."""
-        return replace(super().sharding(), stage=OPTIMIZER_STAGE, spread="broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,20 +112,6 @@ class FSDP2Config(EngineConfig):
         """See ``EngineConfig``: the shards are fp32, whatever is gathered."""
         return True
 
-    def sharding(self) -> Sharding:
-        """See ``EngineConfig``."""
-        return Sharding(
-            stage=PARAMETER_STAGE,
-            scatters=True,
-            every=self.sync == "every",
-            held=not self.reshard_after_forward,
-            replicas=self.replicas,
-        )
-
-    def _formats(self, precision: PrecisionConfig) -> Formats:
-        everywhere = precision.casts and not (precision.keep_fp32 or precision.only)
-        return Formats(gathered=HALF if everywhere and self.gather_dtype == "compute" else FULL)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig(EngineConfig):
@@ -183,7 +136,7 @@ class DeepSpeedConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.stage in STAGES, "engine.stage", self.stage, "no such ZeRO stage", "Use 0, 1, 2 or 3")
-        fits = self.stage < PARAMETER_STAGE or self.activation_checkpoint != "selective"
+        fits = self.stage < _PARAMETER_STAGE or self.activation_checkpoint != "selective"
         problem, remedy = "DeepSpeed's stage 3 computes a block otherwise the second time", "Use blocks, or stage 2"
         require(fits, "engine.activation_checkpoint", self.activation_checkpoint, problem, remedy)
         given = self.json is None or isinstance(self.json, str | PathLike | Mapping)
@@ -191,28 +144,7 @@ class DeepSpeedConfig(EngineConfig):
 
     def holds_weights(self, precision: PrecisionConfig) -> bool:
         """See ``EngineConfig``."""
-        return self.stage < PARAMETER_STAGE and not precision.casts
-
-    def sharding(self) -> Sharding:
-        """See ``EngineConfig``; by the ZeRO paper."""
-        between = OPTIMIZER_STAGE <= self.stage <= GRADIENT_STAGE
-        return Sharding(
-            stage=self.stage,
-            scatters=self.stage > 0,
-            spread="all-gather" if between else None,
-            overlaps=False,
-            whole_again=True,
-        )
-
-    def _formats(self, precision: PrecisionConfig) -> Formats:
-        cast = HALF if precision.casts else FULL
-        return Formats(
-            parameters=cast,
-            frozen=cast,
-            gathered=cast,
-            gradients=FULL if self.stage else cast,
-            copies=FULL if precision.casts or self.stage else 0,
-        )
+        return self.stage < _PARAMETER_STAGE and not precision.casts
 
 
 ENGINES: dict[str, type[EngineConfig]] = {

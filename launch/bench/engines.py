@@ -25,6 +25,7 @@ from distaccum.distributed.world import World
 from distaccum.testing.counters import CollectiveCounter
 from distaccum.tools.plan import volume as theory
 from distaccum.tools.plan.collectives import KINDS, ring_bytes
+from distaccum.tools.plan.sharding import sharding_of
 from launch.bench.memory import MemoryUse, allocated, live_storages
 from launch.bench.variant import Variant, WindowLoop
 
@@ -131,7 +132,7 @@ def measure(variant: Variant, config: RunConfig, world: World) -> Figures:
     found["allocated"] = allocated(world.device) - allocated_before
     sent = traffic(loop, world.size)
     gc.unfreeze()
-    sharding = variant.engine.sharding()
+    sharding = sharding_of(variant.engine)
     return {
         "version": variant.version,
         "memory": {key: world.all_gather_object(size) for key, size in found.items()},

@@ -10,6 +10,7 @@ from distaccum.config.engine import ENGINES, DeepSpeedConfig, EngineConfig, FSDP
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.tools.plan.memory import state
+from distaccum.tools.plan.sharding import formats_of, sharding_of
 from distaccum.tools.plan.window import Job, Sizes
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -123,8 +124,8 @@ def held() -> dict[str, dict[str, float]]:
         sizes = Sizes(tensors=(elements,), blocks=(elements,))
         job = Job(
             sizes=sizes,
-            sharding=engine.sharding(),
-            formats=engine.formats(PrecisionConfig()),
+            sharding=sharding_of(engine),
+            formats=formats_of(engine, PrecisionConfig()),
             global_batch_size=8,
             micro_batch_size=1,
         )

@@ -9,6 +9,7 @@ import pytest
 
 from distaccum.config.engine import settings_of
 from distaccum.tools.plan.memory import state
+from distaccum.tools.plan.sharding import sharding_of
 from distaccum.tools.plan.volume import payloads
 from distaccum.tools.plan.window import Job, Sizes
 from tests.support.commands import ROOT, succeed
@@ -31,7 +32,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def job(engine: str, parameters: int, virtual_ranks: int | None) -> Job:
     return Job(
         sizes=Sizes(tensors=(parameters,)),
-        sharding=settings_of(engine)().sharding(),
+        sharding=sharding_of(settings_of(engine)()),
         global_batch_size=2 * UNITS * 4,
         micro_batch_size=4,
         virtual_ranks=virtual_ranks,

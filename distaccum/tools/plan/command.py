@@ -38,6 +38,7 @@ from distaccum.tools.plan.memory import MicroStep, gathered, host, peak
 from distaccum.tools.plan.micro_step import measured_micro_step
 from distaccum.tools.plan.report import report
 from distaccum.tools.plan.settings_command import command, plot_file
+from distaccum.tools.plan.sharding import formats_of, sharding_of
 from distaccum.tools.plan.timing import LocalTimer
 from distaccum.tools.plan.window import Job, Sizes
 from distaccum.train.components import components_from_config
@@ -233,8 +234,8 @@ def job_of(config: RunConfig) -> Job:
     check_sizes(config.batch.global_size, config.batch.first_micro_size, CONFIG_KEYS)
     return Job(
         sizes=sizes_of(config),
-        sharding=config.engine.sharding(),
-        formats=config.engine.formats(config.precision, moments_of(config)),
+        sharding=sharding_of(config.engine),
+        formats=formats_of(config.engine, config.precision, moments_of(config)),
         global_batch_size=config.batch.global_size,
         micro_batch_size=config.batch.first_micro_size,
         virtual_ranks=config.batch.virtual_ranks if config.reproducible else None,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distaccum.config.sharding import PARAMETER_STAGE
 from distaccum.tools.plan import volume
+from distaccum.tools.plan.sharding import PARAMETER_STAGE
 from distaccum.tools.plan.window import Job
 
 WHOLE_BLOCKS = 2

@@ -11,7 +11,6 @@ from torch import nn
 from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
-from distaccum.config.sharding import FULL, HALF, PARAMETER_STAGE
 from distaccum.data.batches import map_tensors
 from distaccum.data.host_memory import longest_micro_batch
 from distaccum.engines.factory import checkpoint_activations
@@ -19,6 +18,7 @@ from distaccum.errors import ConfigError, DistaccumError
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.tools.plan.activations import CannotTellError, measure
 from distaccum.tools.plan.memory import MicroStep
+from distaccum.tools.plan.sharding import FULL, HALF, PARAMETER_STAGE, formats_of, sharding_of
 from distaccum.train.checks import check_loss
 from distaccum.train.components import build_data
 from distaccum.train.packing import pack
@@ -47,7 +47,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     check_loss(loss)
     getattr(loss, "check_model", lambda _: None)(model)
     policy = PrecisionPolicy.of(config.precision)
-    formats, sharding = config.engine.formats(config.precision), config.engine.sharding()
+    formats, sharding = formats_of(config.engine, config.precision), sharding_of(config.engine)
     # The model itself is in 16 bits (DeepSpeed, and bf16-weights), or what is gathered of it.
     small = formats.parameters == HALF or (sharding.stage >= PARAMETER_STAGE and formats.gathered == HALF)
     settings: dict[str, Any] = {

@@ -7,8 +7,8 @@ that shards it. What a micro-step adds is in ``memory.py``.
 
 from __future__ import annotations
 
-from distaccum.config.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.tools.plan.collectives import KINDS, ring_bytes
+from distaccum.tools.plan.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 
 FP32 = Formats()
 

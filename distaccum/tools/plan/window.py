@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from distaccum.config.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.data.plan.units import Deal, joined
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.collectives import seconds
 from distaccum.tools.plan.overlap import buckets, run_pass, shares
+from distaccum.tools.plan.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.tools.plan.volume import sent
 
 FORWARD = 1 / 3  # of a micro-step

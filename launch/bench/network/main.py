@@ -28,11 +28,11 @@ from distaccum.config.checks import require, require_count, require_positive
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
-from distaccum.config.sharding import Sharding
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.errors import ConfigError
 from distaccum.tools.plan.cluster import Cluster
 from distaccum.tools.plan.settings_command import command, plot_file, print_error
+from distaccum.tools.plan.sharding import Sharding, formats_of, sharding_of
 from distaccum.tools.plan.window import Job, Sizes, Window
 from launch import python_path
 from launch.bench.network import tables
@@ -132,7 +132,7 @@ def engine_of(name: str, engine: DDPConfig, precision: PrecisionConfig) -> dict[
     if name in (HANDWRITTEN, ONCE):
         sharding = Sharding(stage=0, every=name == HANDWRITTEN, bucket_cap_mb=DEFAULT_BUCKETS["bucket_cap_mb"])
         return {"sharding": sharding, "first_bucket_mb": DEFAULT_BUCKETS["first_bucket_mb"]}
-    return {"sharding": engine.sharding(), "formats": engine.formats(precision)}
+    return {"sharding": sharding_of(engine), "formats": formats_of(engine, precision)}
 
 
 def check(values: dict[str, Any], options: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distaccum.config import engine as config_engine
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.sharding import Formats, Sharding
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.errors import ConfigError
 from distaccum.tools.plan import volume
@@ -26,6 +26,7 @@ from distaccum.tools.plan.collectives import Link, ring_bytes, ring_seconds, sec
 from distaccum.tools.plan.memory import MicroStep, gathered, host, peak, state
 from distaccum.tools.plan.overlap import buckets, run_pass
 from distaccum.tools.plan.report import report
+from distaccum.tools.plan.sharding import Formats, Sharding, formats_of, sharding_of
 from distaccum.tools.plan.volume import copied, sent
 from distaccum.tools.plan.window import Job, Sizes, Window, powers_of_two, scale
 
@@ -43,9 +44,9 @@ LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
 
 
 def _job(engine: EngineConfig, **changes: Any) -> Job:
-    formats = engine.formats(changes.pop("precision", PrecisionConfig()))
+    formats = formats_of(engine, changes.pop("precision", PrecisionConfig()))
     settings = {"sizes": SIZES, "global_batch_size": 64, "micro_batch_size": 2, **changes}
-    return Job(sharding=engine.sharding(), formats=formats, **settings)
+    return Job(sharding=sharding_of(engine), formats=formats, **settings)
 
 
 class _Ring:
@@ -223,12 +224,12 @@ def test_what_is_sent_by_hand() -> None:
         (DeepSpeedConfig(stage=3), sixteen, {"reduce-scatter": 24, "all-gather": 3 * 48}),
     ]
     for engine, precision, expected in cases:
-        found = sent(engine.sharding(), 12, 8, 3, ranks=4, formats=engine.formats(precision))
+        found = sent(sharding_of(engine), 12, 8, 3, ranks=4, formats=formats_of(engine, precision))
         assert {kind: size for kind, size in found.items() if size} == {k: v * 3 / 4 for k, v in expected.items()}, (
             engine
         )
     # In halves of two: 24 bytes of the gradient go around a half, and a shard of 24 bytes between the halves.
-    found = sent(FSDP2Config(replicas=2).sharding(), 12, 8, 3, ranks=4)
+    found = sent(sharding_of(FSDP2Config(replicas=2)), 12, 8, 3, ranks=4)
     assert (found["reduce-scatter"], found["all-reduce"]) == (48 / 2, 2 * 24 / 2)
 
 
@@ -434,3 +435,9 @@ def test_a_reproducible_run_keeps_sums_of_blocks_and_sends_as_many_as_a_rank_has
     assert [step.ranks for step, _ in scale(same, CLUSTER, (16, 32, 64))] == [16, 32]
     with pytest.raises(ConfigError, match=r"batch\.virtual_ranks=32: is less than the 64 ranks"):
         report(same, replace(CLUSTER, nodes=32))
+
+
+def test_every_engine_tells_a_forecast_what_it_shards_and_in_which_formats() -> None:
+    for kind in config_engine.ENGINES.values():
+        assert isinstance(sharding_of(kind()), Sharding)
+        assert isinstance(formats_of(kind(), PrecisionConfig()), Formats)

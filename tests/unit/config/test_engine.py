@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 from distaccum.config.engine import ENGINES, DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.precision import ALIASES, PRECISIONS, PrecisionConfig, canonical
 from distaccum.config.schema import RunConfig, conf_dir
-from distaccum.config.sharding import Formats, Sharding
 from distaccum.errors import ConfigError
 
 
@@ -21,12 +20,6 @@ def test_the_yaml_files_list_the_defaults_of_the_dataclasses() -> None:
     }
     assert listed == {name: asdict(kind()) for name, kind in ENGINES.items()}
     assert OmegaConf.to_container(OmegaConf.load(conf_dir() / "precision" / "fp32.yaml")) == asdict(PrecisionConfig())
-
-
-def test_every_engine_tells_a_forecast_what_it_shards_and_in_which_formats() -> None:
-    for kind in ENGINES.values():
-        assert isinstance(kind().sharding(), Sharding)
-        assert isinstance(kind().formats(PrecisionConfig()), Formats)
 
 
 def test_an_alias_names_a_precision_and_hides_none() -> None:

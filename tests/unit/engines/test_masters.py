@@ -31,6 +31,7 @@ from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.tools.export import DTYPES, export
 from distaccum.tools.plan import volume
+from distaccum.tools.plan.sharding import formats_of, sharding_of
 from tests.support.threads import run_ranks
 
 WEIGHTS = "bf16-weights"
@@ -287,7 +288,7 @@ def test_exported_weights_are_the_masters_or_their_roundings(name: str, world: i
 def test_a_rank_holds_the_bytes_of_the_zero_paper(name: str, bytes_each: float) -> None:
     """Weights 2, gradients 4, masters 4 and Adam's moments 8 for each element, the last two on a rank each of zero1."""
     config = ENGINES[name]
-    formats = config.formats(PrecisionConfig(name=WEIGHTS))
+    formats = formats_of(config, PrecisionConfig(name=WEIGHTS))
 
     def held(world: World) -> float:
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
@@ -302,9 +303,9 @@ def test_a_rank_holds_the_bytes_of_the_zero_paper(name: str, bytes_each: float) 
         return sum(storages.values()) / (2 * 64 * 64)
 
     assert _ranks(2, held) == [bytes_each] * 2
-    parts = volume.memory(config.sharding(), 1, 2, formats)
+    parts = volume.memory(sharding_of(config), 1, 2, formats)
     forecast = parts["parameters"] + parts["optimizer"] + parts["gradients at the boundary"]
-    assert forecast + volume.copied(config.sharding(), 1, 2, formats) == bytes_each
+    assert forecast + volume.copied(sharding_of(config), 1, 2, formats) == bytes_each
 
 
 def test_keep_fp32_and_frozen_parameters_are_their_own_masters(gloo_world: World) -> None:
