@@ -34,7 +34,7 @@ with without_garbage_collection():
     from distaccum.train.live_line import erasing_streams
     from distaccum.train.micro_batch import noted_for_launcher
     from distaccum.train.owner import read_holder
-    from distaccum.train.peers import UNSEEN
+    from distaccum.train.rank_exits import UNSEEN
     from distaccum.train.run_dir import RunDir
 
 TRAIN = Path(__file__).with_name("train.py")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
 
 from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO
+from distaccum.config.checks import GLOO, bytes_of
 from distaccum.config.schema import RunConfig
 from distaccum.config.trainer import ProfileConfig
-from distaccum.data.factory import check_workers
+from distaccum.data.factory import check_workers, loading_options
 from distaccum.data.held_out import evaluation_workers
+from distaccum.data.host_memory import window_memory
 from distaccum.data.loading_processes import reading
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.stream import StreamPlan
@@ -34,10 +35,11 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.train import determinism, ema, packing
+from distaccum.train import adapters, determinism, ema, generation, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
+from distaccum.train.generation import Prompts
 from distaccum.train.packing import check_padding
 from distaccum.train.sweeps import check_of_records, names_of
 
@@ -71,6 +73,33 @@ class Stated:
     total_steps: int
     world_size: int
     device: torch.device
+
+    @cached_property
+    def prompts(self) -> Prompts | None:
+        """What the texts of an evaluation begin with."""
+        return generation.prepare(self.data, self.model, self.config)
+
+    @cached_property
+    def most_ahead(self) -> int | None:
+        """How many micro-batches of a rank may be loaded ahead; None: any number."""
+        return most_ahead(self.data, self.plan, self.config)
+
+
+def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
+    """How many micro-batches of a rank may be loaded ahead within ``trainer.host_memory``; None: any number."""
+    key, stated = "trainer.host_memory", config.trainer.host_memory
+    if stated is None:
+        return None
+    if plan.is_stream:
+        raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
+    workers = loading_of(data, config)
+    memory = window_memory(data, plan, workers)
+    return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
+
+
+def loading_of(data: DataSpec, config: RunConfig) -> WorkerOptions:
+    """How samples to train on are loaded."""
+    return loading_options(data, num_workers=config.trainer.num_workers, options=asdict(config.trainer.loader))
 
 
 def check_lengths(data: DataSpec, *, grouped: bool) -> None:
@@ -195,9 +224,12 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 def check_weights(config: RunConfig, model: nn.Module) -> None:
     """Refuses weights that cannot be saved, or a file to start from that is another model's.
 
+    From here on checkpoints hold of a model with adapters these alone.
+
     Raises:
         ConfigError: either.
     """
+    adapters.set_base_aside(model)
     if config.checkpoint.saves:
         weights.check_storable(model)
     if config.init_from is not None:
@@ -383,7 +415,7 @@ def _check_profile(config: ProfileConfig, device: torch.device, total_steps: int
         raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
 
 
-CHECKS: Sequence[Callable[[Stated], None]] = (
+CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
     lambda run: check_held_out(run.data, run.config, metrics=run.metrics, world_size=run.world_size),
     lambda run: check_lengths(run.data, grouped=run.config.batch.group_by_length),
@@ -402,5 +434,8 @@ CHECKS: Sequence[Callable[[Stated], None]] = (
     lambda run: check_results(run.data, run.config, run.callbacks, loss=run.loss, metrics=run.metrics),
     lambda run: check_groups(run.config, run.optimizers),
     lambda run: check_optimizers(run.optimizers),
+    lambda run: check_weights(run.config, run.model),
+    lambda run: run.prompts,
+    lambda run: run.most_ahead,
 )
 """Every check of a run, in order: each may rely on those before it."""

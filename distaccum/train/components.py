@@ -18,19 +18,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
-from distaccum.config.checks import LASTS, Node, bytes_of
+from distaccum.config.checks import LASTS, Node
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.instantiate import build, target_of
 from distaccum.config.schema import RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.agreement import fingerprint
-from distaccum.data.factory import loading_options, make_plan
-from distaccum.data.host_memory import window_memory
+from distaccum.data.factory import make_plan
 from distaccum.data.plan.batch import CONFIG_KEYS, Plan
 from distaccum.data.plan.scheduled import Stage
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.spec import DataSpec, WorkerOptions
+from distaccum.data.spec import DataSpec
 from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.numerics import Numerics
@@ -39,11 +38,10 @@ from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train import adapters, determinism, packing
 from distaccum.train.callbacks import Callback
-from distaccum.train.changes import structure
-from distaccum.train.checks import CHECKS, Stated, check_optimizers, check_weights
+from distaccum.train.checks import CHECKS, Stated, check_optimizers, loading_of
+from distaccum.train.config_diff import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.generation import Prompts
-from distaccum.train.generation import prepare as prepare_texts
 from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers, group_sizes
@@ -85,7 +83,7 @@ class TrainingComponents:
     @cached_property
     def facts(self) -> Mapping[str, Any]:
         """What tells this model, loss and data from others: for a checkpoint; before an engine wraps the model."""
-        data = fingerprint(self.data, _loading(self.data, self.config))
+        data = fingerprint(self.data, loading_of(self.data, self.config))
         found = {"model": structure(self.model), "loss": structure(self.loss), "data": data}
         if self.engine.numerics.fixed_order:
             found["kernels"] = determinism.kernels(self.config, self.device)
@@ -201,8 +199,6 @@ def build_components(
     for check in CHECKS:
         check(stated)
     engine = _prepare_engine(stated, planned=planned, builder=builder)
-    adapters.set_base_aside(model)
-    check_weights(config, model)
     peak = float(optimizers[0].param_groups[0]["lr"]) if optimizers else config.optim.lr
     trained = optimizers or _build_optimizers(config, model, device)
     _warn_of_no_rate(trained)
@@ -220,11 +216,11 @@ def build_components(
         callbacks=everyone,
         metrics=stated.metrics,
         loggers=loggers,
-        prompts=prepare_texts(data, model, config),
+        prompts=stated.prompts,
         engine=engine,
         device=device,
         total_steps=stated.total_steps,
-        most_ahead=most_ahead(data, plan, config),
+        most_ahead=stated.most_ahead,
     )
 
 
@@ -287,22 +283,6 @@ def _warn_of_no_rate(optimizers: Sequence[Optimizer]) -> None:
 def _stage(stated: Mapping[str, int]) -> Stage:
     (unit,) = (unit for unit in LASTS if unit in stated)
     return Stage(stated["global_size"], stated[unit], unit)
-
-
-def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
-    """How many micro-batches of a rank may be loaded ahead within ``trainer.host_memory``; None: any number."""
-    key, stated = "trainer.host_memory", config.trainer.host_memory
-    if stated is None:
-        return None
-    if plan.is_stream:
-        raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
-    workers = _loading(data, config)
-    memory = window_memory(data, plan, workers)
-    return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
-
-
-def _loading(data: DataSpec, config: RunConfig) -> WorkerOptions:
-    return loading_options(data, num_workers=config.trainer.num_workers, options=asdict(config.trainer.loader))
 
 
 def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:

@@ -27,7 +27,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.memory_marks import MemoryMarks, Shape
 from distaccum.errors import ResourceError, shorten
-from distaccum.train.components import TrainingComponents, most_ahead
+from distaccum.train.checks import most_ahead
+from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import RUN_NOTE, reason_of
 from distaccum.train.run_dir import RunDir
 

@@ -26,8 +26,8 @@ from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train import ema
 from distaccum.train.adapters import check_base
 from distaccum.train.callbacks import named
-from distaccum.train.changes import Change, compare, shown
 from distaccum.train.components import TrainingComponents
+from distaccum.train.config_diff import Change, compare, shown
 from distaccum.train.optimizer import SELECTS
 from distaccum.train.run_dir import RunDir
 

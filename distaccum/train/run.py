@@ -56,7 +56,7 @@ from distaccum.train.parts.evaluations import Evaluations
 from distaccum.train.parts.records import Records, SkipRecords
 from distaccum.train.parts.rollback import RollBack
 from distaccum.train.parts.time_limit import TimeLimit
-from distaccum.train.peers import Peers
+from distaccum.train.rank_exits import Peers
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog

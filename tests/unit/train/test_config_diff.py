@@ -17,7 +17,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.agreement import differs, fingerprint
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.changes import compare
+from distaccum.train.config_diff import compare
 
 FEATURES, CLASSES = 4, 3
 
