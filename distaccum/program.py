@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -22,34 +22,6 @@ from typing import Any, NoReturn
 
 import distaccum
 from distaccum.errors import near_misses
-
-# Shell completion of ``distaccum``: its subcommands, and behind ``train`` and ``plan`` the settings, by Hydra.
-#
-# ``eval "$(distaccum -sc install=bash)"`` tells the shell to ask ``distaccum -sc query=bash`` with what was typed in
-# ``COMP_LINE``. Where nothing is answered the shell completes names of files.
-
-CONFIGURATIONS = {"train": "config", "plan": "plan"}
-_CURSOR_AT_COMMAND = 2  # words: distaccum, and the one being typed
-
-
-def complete_words(commands: Iterable[str], arguments: Sequence[str]) -> None:
-    """Answers ``distaccum [COMMAND] -sc install=SHELL`` and the shell's ``query=SHELL``."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split()
-    if any(argument.startswith("query=") for argument in arguments):
-        if len(words) + line.endswith(" ") <= _CURSOR_AT_COMMAND:
-            sys.stdout.write(f"{' '.join([*commands, '--help', '--version'])}\n")
-            return
-        if words[1] not in CONFIGURATIONS:
-            return
-        name, line = CONFIGURATIONS[words[1]], f"distaccum {line.partition(words[1])[2].lstrip()}"
-    else:
-        name = "config"
-    complete = import_module("distaccum.config.command_line").complete  # it loads Hydra
-
-    sys.argv = ["distaccum", *arguments]  # the name that Hydra tells the shell
-    complete(name, [one for one in arguments if one not in CONFIGURATIONS], line=line)
-
 
 # The subcommands of ``distaccum``: a name, what is called, and a sentence.
 
@@ -91,6 +63,9 @@ PROFILER = "distaccum.tools.profiling:Profiler"
 """A part of a run, where some of its windows are to be profiled."""
 HELP = "distaccum.tools.help:show"
 """Prints what can be set, given ``train`` or ``plan`` and a key or group, and gives the exit code."""
+COMPLETE = "distaccum.tools.completion:complete"
+COMPLETE_WORDS = "distaccum.tools.completion:complete_words"
+"""Answer a shell that completes what is typed: settings alone, or behind ``distaccum``."""
 SUBMITIT = "distaccum.tools.submitit:SubmititJob"
 """A job of a sweep, as Hydra's submitit launcher calls it on another machine."""
 
@@ -152,7 +127,9 @@ def commands() -> dict[str, Command]:
 # ``distaccum NAME ...``: finds the subcommand, and calls it as if it had been started by its own script.
 
 _BAD_ARGUMENTS = 2
-_COMPLETION = ("-sc", "--shell-completion")
+COMPLETION = ("-sc", "--shell-completion")
+CONFIGURATIONS = {"train": "config", "plan": "plan"}
+"""The commands that take settings, and the file of ``conf/`` of each."""
 _HELP = ("--help", "-h", "help")
 _EXAMPLES = """\
 examples:
@@ -175,8 +152,8 @@ def main() -> None:
         else:
             say(overview(known))
             sys.exit(0)
-    if first in _COMPLETION or (first in CONFIGURATIONS and any(word in _COMPLETION for word in rest)):
-        complete_words(known, sys.argv[1:])
+    if first in COMPLETION or (first in CONFIGURATIONS and any(word in COMPLETION for word in rest)):
+        load(COMPLETE_WORDS)(known, sys.argv[1:])
         sys.exit(0)
     if first not in known:
         complain(f"distaccum: {_unknown(first, known)}\n")

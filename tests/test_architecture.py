@@ -101,6 +101,7 @@ LIBRARIES = {
     "hydra": {
         "config/command_line.py",
         "config/instantiate.py",
+        "tools/completion.py",
         "tools/plan/settings_command.py",
         "train/cli.py",
         "tools/submitit.py",

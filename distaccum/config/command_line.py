@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -247,48 +241,6 @@ def register_aliases(arguments: Sequence[str]) -> list[str]:
     for alias, name in ALIASES.items():
         ConfigStore.instance().store(group="precision", name=alias, node={"defaults": [name]})
     return [_NUMBER.sub(r"'\1'", argument) if argument.startswith("precision=") else argument for argument in arguments]
-
-
-# Hydra's shell completion for a configuration of ours: without torch, and quiet where a line cannot be read.
-
-_OFFERED = ("--check", "--help", "--version", "--cfg", "--multirun", "--config-dir", "--info")
-
-
-def complete(name: str, arguments: Sequence[str], *, line: str | None = None) -> None:
-    """Answers ``-sc install=SHELL``, ``uninstall=SHELL`` and ``query=SHELL`` for ``conf/NAME.yaml``.
-
-    Args:
-        name: of the primary configuration.
-        arguments: the command line, with ``-sc``.
-        line: what was typed, from the command's name on; by default ``COMP_LINE``, as the shell sets it.
-    """
-    if any(argument.startswith("query=") for argument in arguments):
-        answers = _answers(name, os.environ.get("COMP_LINE", "") if line is None else line)
-        sys.stdout.write("".join(f"{answer}\n" for answer in answers))
-        return
-    sys.argv[1:] = arguments
-    hydra.main(config_path=str(conf_dir()), config_name=name, version_base="1.3")(_nothing)()
-
-
-def _answers(name: str, line: str) -> Sequence[str]:
-    """What may stand where the line ends; nothing where it cannot be composed."""
-    _, *words = line.split()
-    typing = "" if line.endswith(" ") or not words else words.pop()
-    if typing.startswith("-"):
-        return _OFFERED
-    known = get_args_parser()._option_string_actions  # argparse has no public name for them
-    before = [word for word in words if not word.startswith("-") or word in known]
-    register_aliases(())
-    try:
-        with redirect_stderr(io.StringIO()), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            plugin = DefaultCompletionPlugin(GlobalHydra.instance().config_loader())
-            return plugin._query(config_name=name, line=" ".join([*before, typing]))
-    except (Exception, SystemExit):  # of many kinds
-        return ()
-
-
-def _nothing(_: object) -> None:
-    """Hydra's task, which is not run."""
 
 
 # Hydra's errors as ConfigError: key, value, problem, remedy.

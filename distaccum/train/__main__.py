@@ -46,10 +46,8 @@ def main(job: str = "distaccum.train.cli:main", *, dies_by: signal.Signals = sig
     program.start()
     if (topic := program.help_asked(sys.argv[1:])) is not None:
         sys.exit(program.load(program.HELP)("train", topic))  # without torch
-    if any(argument in ("-sc", "--shell-completion") for argument in sys.argv[1:]):
-        from distaccum.config.command_line import complete  # noqa: PLC0415  without torch
-
-        complete("config", sys.argv[1:])
+    if any(argument in program.COMPLETION for argument in sys.argv[1:]):
+        program.load(program.COMPLETE)("config", sys.argv[1:])
         return
     with without_garbage_collection():
         run = program.load(job)  # here, where the collector is off
