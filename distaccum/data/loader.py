@@ -23,7 +23,6 @@ from distaccum.data.batches import map_tensors
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loading_processes import (
-    Seeded,
     SeededIds,
     WaitClock,
     note_memory,
@@ -334,7 +333,8 @@ class MapWindowLoader(WindowLoader):
             return
         self._repeats = True
         generators = RNGState.capture()
-        twice: Any = Seeded([ids, ids], key=0)
+        # Whoever loads it is seeded each time: this process, or the loading process that gets it.
+        twice: Any = (SeededIds(SeededIds.here(ids, 0), 0) for _ in range(2))
         collate = self._loader.collate_fn
         assert collate is not None
         found = list(reading(self._dataset, twice, lambda samples: _tensors(collate(samples)), self._options))

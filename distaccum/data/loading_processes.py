@@ -121,18 +121,6 @@ class SeededIds(list[int]):
         return _seeded(key, ids)
 
 
-class Seeded:
-    """Micro-batches of which each seeds whoever loads it: this process, or the loading process that gets it."""
-
-    def __init__(self, batches: Sequence[list[int]], *, key: int) -> None:
-        self._batches, self._key = batches, key
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for ids in self._batches:
-            _seeded(self._key, ids)
-            yield SeededIds(ids, self._key)
-
-
 def _seeded(key: int, ids: list[int]) -> list[int]:
     torch.default_generator.manual_seed(key)  # of the host alone
     seed_others(key)
