@@ -33,7 +33,8 @@ def test_a_program_is_exact_or_refused(name: str, engine: str, tmp_path: Path) -
     if (name, engine) in OPEN:
         pytest.xfail(OPEN[name, engine])
     path = tmp_path / "rank"
-    finished = run(path, engine, name, world=2, script=WORKER, PYTHONPATH=str(ROOT), timeout=60, warm="deepspeed")
+    warm = "deepspeed" if engine == "deepspeed" else "distaccum"
+    finished = run(path, engine, name, world=2, script=WORKER, PYTHONPATH=str(ROOT), timeout=60, warm=warm)
     files = [Path(f"{path}.{rank}") for rank in range(2)]
     assert all(file.exists() for file in files), finished.stdout + finished.stderr
     ranks: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
