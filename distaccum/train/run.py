@@ -37,7 +37,7 @@ from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import PROFILER, REPORT, load
+from distaccum.program import PROFILER, REPORT, WINDOWS, load
 from distaccum.train.components import TrainingComponents, build_utilization
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
@@ -47,7 +47,6 @@ from distaccum.train.loop import Loop, TrainingRun, tell_nobody
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb import run_id
-from distaccum.train.metrics.windows import WindowRecorder
 from distaccum.train.micro_batch import find_micro_batch, hardware_of, memory_noted
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.parts.base import Called, LossScaleAlert, Part
@@ -537,7 +536,7 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
     if config.metrics.windows:
         file = run.run_dir.windows if world.is_main else None
         numbered = is_map_style(components.data.train)
-        recorder = WindowRecorder(engine, components.optimizers, world, file=file, numbered=numbered)
+        recorder = load(WINDOWS)(engine, components.optimizers, world, file=file, numbered=numbered)
         closing.callback(recorder.close)
         found.append(recorder)
     stated = config.trainer.max_time

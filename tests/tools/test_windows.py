@@ -19,8 +19,8 @@ from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.testing.counters import OperationCounter
+from distaccum.tools.compare.windows import WindowRecorder, contents_digest, ids_digest
 from distaccum.train.metrics.loggers import rewind_jsonl
-from distaccum.train.metrics.windows import WindowRecorder, contents_digest, ids_digest
 
 Lines = list[dict[str, Any]]
 
@@ -199,7 +199,7 @@ def test_without_the_setting_a_window_costs_nothing_more(gloo_world: World, tmp_
 
         def note(frame: Any, event: str, _: Any, windows: bool = windows) -> None:
             file = frame.f_code.co_filename
-            calls[windows] += event == "call" and file.endswith("metrics/windows.py")
+            calls[windows] += event == "call" and file.endswith("compare/windows.py")
 
         with OperationCounter() as counter:
             sys.setprofile(note)
