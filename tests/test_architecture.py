@@ -198,7 +198,7 @@ def test_engines_are_named_in_their_factory_only() -> None:
 def test_no_code_outside_asks_for_an_engine_by_its_name() -> None:
     """Names in docstrings are for people; what decides by one belongs to the engines and their settings."""
     # Where "ddp" is what is taken by default.
-    defaults = ("config/schema.py", "accumulation/accumulator.py", "functional.py", "train/trainer.py")
+    defaults = ("config/schema.py", "accumulation/settings.py", "functional.py", "train/trainer.py")
     wrong = []
     for path in FILES:
         name, tree = NAMES[path], _tree(path)

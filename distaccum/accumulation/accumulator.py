@@ -7,55 +7,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
+from inspect import Parameter, Signature, signature
 from math import inf, nan
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from distaccum.accumulation.batch_norm import expect_repeats, warn_of_batch_statistics
 from distaccum.accumulation.foreign_parameters import ForeignParameters
-from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory, loss_to_rehearse
+from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
 from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.restart import Restarting, check_marks, fitting
 from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
+from distaccum.accumulation.settings import AccumulatorKeywords, AccumulatorSettings
 from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome
-from distaccum.accumulation.tracker import ProgressTracker, Schedule
-from distaccum.config.checks import (
-    NONFINITE,
-    ON_DIVERGENCE,
-    require,
-    require_choice,
-    require_count,
-    require_seed,
-    require_verify,
-    whole_number,
-)
-from distaccum.config.compile import CompileConfig
-from distaccum.config.engine import EngineConfig, engine_config
-from distaccum.config.precision import PrecisionConfig
+from distaccum.accumulation.tracker import ProgressTracker
+from distaccum.config.checks import require_choice
 from distaccum.data.cursor import DataCursor
 from distaccum.data.hooks import BeforeStep, Hooks, WindowHook
 from distaccum.data.loader import WindowLoader
-from distaccum.data.plan.batch import check_sizes
-from distaccum.data.plan.units import VIRTUAL_RANKS
-from distaccum.data.prefetch import FEWEST
 from distaccum.data.window import Window
 from distaccum.distributed import activity
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
-from distaccum.engines.context import EngineContext
-from distaccum.engines.factory import create, prepare
-from distaccum.engines.numerics import Numerics
+from distaccum.engines.factory import create
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
-from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
+from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
 from distaccum.verification.verifier import Verifier
 
@@ -117,8 +101,6 @@ class Accumulator:
             kernels and as many threads; see docs/reproducible.md.
         virtual_ranks: the blocks in which a reproducible window is summed; the most ranks.
         world: this rank; by default the open process group, or a new one of the ranks that the launcher started.
-        prepared: by ``engines.factory.prepare``, for this model: in place of ``engine``, ``precision``, ``compile``,
-            ``clip_norm``, ``clip_value`` and ``numerics``.
 
     Raises:
         ConfigError: sizes or names that cannot work.
@@ -133,132 +115,120 @@ class Accumulator:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
         *,
-        global_batch_size: int | None = None,
-        micro_batch_size: int | str | None = None,
-        tokens: int | None = None,
-        count: Count | None = None,
-        loss: AnyLoss | None = None,
-        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
-        schedule: Schedule | None = None,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        nonfinite: str = "stop",
-        max_skips: int = 10,
-        on_spike: str = "off",
-        spike_zscore: float = 6.0,
-        spike_window: int = 100,
-        engine: str | EngineConfig = "ddp",
-        precision: str | PrecisionConfig = "fp32",
-        compile: str | CompileConfig = "none",  # noqa: A002  torch's own word
-        seed: int = 0,
-        prefetch: int = 2,
-        prefetch_windows: int = 1,
-        verify: str | int = "first",
-        on_divergence: str = "stop",
-        numerics: str = "fast",
-        virtual_ranks: int = VIRTUAL_RANKS,
         world: World | None = None,
-        prepared: EngineContext | None = None,
+        **settings: Unpack[AccumulatorKeywords],
     ) -> None:
-        schedulers = scheduler if isinstance(scheduler, Sequence) else [scheduler] if scheduler else []
-        both = schedule is not None and len(schedulers) > 0
-        require(not both, "scheduler", [type(one).__name__ for one in schedulers], "and a schedule too", "Give one")
-        require_choice("nonfinite", nonfinite, NONFINITE)
-        numbers = {"max_skips": max_skips, "prefetch": prefetch, "prefetch_windows": prefetch_windows, "seed": seed}
-        max_skips, prefetch, prefetch_windows, seed = (whole_number(key, value) for key, value in numbers.items())
-        _check_counts(max_skips, prefetch, prefetch_windows)
-        require_seed("seed", seed)
-        require_verify("verify", verify)
-        require_choice("on_divergence", on_divergence, ON_DIVERGENCE)
-        spikes = Spikes.of(on_spike, zscore=spike_zscore, window=spike_window)
-        engine, precision = engine_config(engine), PrecisionConfig.of(precision)
-        rehearsed = loss_to_rehearse(micro_batch_size, loss)
-        if count is None and rehearsed is not None:
-            count = rehearsed.count
-        sizes = _sizes(global_batch_size, None if rehearsed is not None else micro_batch_size, tokens)
-        global_batch_size, micro_batch_size = sizes["global_batch_size"], sizes["micro_batch_size"]
-        self.world = world or World.join()
-        if self.world.is_main and (self.world.size > 1 or global_batch_size != micro_batch_size):
+        for key in settings.keys() - AccumulatorKeywords.__annotations__.keys():
+            raise TypeError(f"Accumulator.__init__() got an unexpected keyword argument {key!r}")
+        own, world = AccumulatorSettings(**settings), world or World.join()
+        if world.is_main and own.splits_batches(world.size):
             warn_of_batch_statistics(model)
-        prepared = prepared or prepare(
-            model,
-            engine=engine,
-            precision=precision,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            world_size=self.world.size,
-            device=self.world.device,
-            seed=seed,
-            compile=compile,
-            numerics=Numerics.of(numerics, virtual_ranks),
-        )
-        own = prepared.numerics
-        own.check_loop(self.world, count, rehearses=rehearsed is not None)
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        check_schedulers(schedulers, self._optimizers)
-        self._evaluation_weights = EvaluationWeights(self._optimizers)
-        self.engine: Engine = create(prepared, model, optimizer, self.world)
+        context = own.prepare(model, world)
+        context.numerics.check_loop(world, own.count, rehearses=own.rehearses)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        check_schedulers(own.schedulers, optimizers)
+        weights = EvaluationWeights(optimizers)
+        self._start(own, create(context, model, optimizers, world), weights)
+
+    __signature__ = Signature(
+        [
+            Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module"),
+            Parameter("optimizer", Parameter.POSITIONAL_OR_KEYWORD, annotation="Optimizer | Sequence[Optimizer]"),
+            *signature(AccumulatorSettings).parameters.values(),
+            Parameter("world", Parameter.KEYWORD_ONLY, default=None, annotation="World | None"),
+        ]
+    )
+
+    @classmethod
+    def of_engine(cls, engine: Engine, optimizers: Sequence[Optimizer], settings: AccumulatorSettings) -> Accumulator:
+        """Over an engine that was made already, whose own settings then say nothing; a collective.
+
+        Args:
+            engine: before its first window.
+            optimizers: that it was made for.
+            settings: of the windows; ``clip_norm`` and ``clip_value`` are the engine's.
+        """
+        if engine.world.is_main and settings.splits_batches(engine.world.size):
+            warn_of_batch_statistics(engine.unwrapped_model)
+        engine.facts.numerics.check_loop(engine.world, settings.count, rehearses=settings.rehearses)
+        made = cls.__new__(cls)
+        made._start(settings, engine, EvaluationWeights(optimizers))
+        return made
+
+    def _start(self, own: AccumulatorSettings, engine: Engine, weights: EvaluationWeights) -> None:
+        self.world, self.engine, self._evaluation_weights = engine.world, engine, weights
         try:
-            self._evaluation_weights.attach(self.engine, lambda: self._open is not None)
+            weights.attach(engine, lambda: self._in_window)
         except ConfigError:
-            self.engine.close()
+            engine.close()
             raise
-        self._schedulers = [OwnedScheduler(one) for one in schedulers]
-        self._count, self._prefetch, self._restarting = count, prefetch, Restarting(self.engine)
-        self._counter = own.counter(self.world, count)
-        self.tracker = ProgressTracker(
-            self.engine,
-            self.world,
-            schedule=schedule,
-            schedulers=self._schedulers,
-            skips=nonfinite == "skip",
-            max_skips=max_skips,
-            meet=self._counter.sum_together,
-            spikes=spikes,
-        )
+        self._count, self._prefetch, self._restarting = own.count, own.prefetch, Restarting(engine)
+        self._schedulers = [OwnedScheduler(one) for one in own.schedulers]
+        self._counter = engine.facts.numerics.counter(self.world, own.count)
         self._loader_factory = LoaderFactory(
-            lambda: self.engine,
-            self.world,
-            sizes,
-            rehearsed,
-            seed=seed,
-            prefetch_windows=prefetch_windows,
-            arrange=own.plan,
+            engine,
+            own.sizes,
+            own.rehearsed,
+            seed=own.seed,
+            prefetch_windows=own.prefetch_windows,
+            arrange=engine.facts.numerics.plan,
         )
-        self._global_batch = GlobalBatch(sizes)
+        self._global_batch = GlobalBatch(own.sizes)
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
-        if self.engine.facts.forward_communicates:
-            self.engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
-        self._verifier = Verifier(
-            self.engine,
+        self.tracker = ProgressTracker(
+            engine,
             self.world,
-            verify,
-            clip_norm=prepared.clip_norm,
-            clip_value=prepared.clip_value,
-            count=count,
+            schedule=own.schedule,
+            schedulers=self._schedulers,
+            skips=own.nonfinite == "skip",
+            max_skips=own.max_skips,
+            meet=self._counter.sum_together,
+            spikes=own.spikes(),
+        )
+        if engine.facts.forward_communicates:
+            engine.meet = partial(self._counter.sum_together, "a forward of acc.model", remedy=_EVERYWHERE)
+        self._attach_hooks(own)
+        self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
+        # The last one: the latest loop over windows().
+        self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
+
+    def _attach_hooks(self, own: AccumulatorSettings) -> None:
+        """Before a step the tracker comes first: what it raises is of the window before, and no other rank waits."""
+        engine, world = self.engine, self.world
+        self._verifier = Verifier(
+            engine,
+            world,
+            own.verify,
+            clip_norm=own.clip_norm,
+            clip_value=own.clip_value,
+            count=own.count,
             steps=lambda: self.tracker.progress.step,
         )
-        self.replicas = Replicas(self.engine, self.world, stops=on_divergence == "stop")
-        self._lockstep = Lockstep(self.world, self._counter, self.replicas)
-        self.stragglers = Stragglers(self.world, forward_communicates=self.engine.facts.forward_communicates)
-        # Before a step the tracker comes first: what it raises is of the window before, and no other rank waits.
-        self.engine.hooks = self._counter.hooks = Hooks(
-            self._evaluation_weights,
+        self.replicas = Replicas(engine, world, stops=own.on_divergence == "stop")
+        self._lockstep = Lockstep(world, self._counter, self.replicas)
+        self.stragglers = Stragglers(world, forward_communicates=engine.facts.forward_communicates)
+        engine.hooks = self._counter.hooks = Hooks(
+            *([self._evaluation_weights] if self._evaluation_weights.needed else []),
             BeforeStep(self._begin_step),
             self._lockstep,
-            SettingsAgreement(self.engine, self.world, self.tracker.next_factors),
+            SettingsAgreement(engine, world, self.tracker.next_factors),
             self.stragglers,
             self.replicas,
             self._verifier,
         )
         # On one rank, with nothing left to divide by, a foreign gradient is right without the engine, too.
-        if self.world.size > 1 or count is None or self.engine.loss_scale is not None:
-            self.engine.hooks.add(ForeignParameters(self.engine))
-        self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
-        # The last one: the latest loop over windows().
-        self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
+        if not (world.size == 1 and own.count and engine.loss_scale is None):
+            engine.hooks.add(ForeignParameters(engine))
+
+    @property
+    def _in_window(self) -> bool:
+        return self._open is not None
+
+    def _current(self, what: str) -> OpenWindow:
+        """The window that is open; raises MisuseError where ``what`` is called outside of one."""
+        if self._open is None:
+            refuse(what, "outside a window", "loop over acc.windows(...)")
+        return self._open
 
     @property
     def model(self) -> nn.Module:
@@ -371,7 +341,7 @@ class Accumulator:
         self._expect_no_window("windows()")
         if self.stopping:
             return
-        if self._cursor.loader is not None and not self._cursor.holds(data):
+        if self._cursor.turns_to(data):
             self._counter.sum_together("the first window of other data")
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
@@ -382,7 +352,7 @@ class Accumulator:
         try:
             for planned in self._planned(loader):
                 window = fitting(planned, self.engine, self._counter.micro_batch)
-                if self._count is not None and not any(window.counts.values()):
+                if self._count and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
                 counted = True
@@ -440,7 +410,7 @@ class Accumulator:
 
     def accumulate(self) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; the last one of a window ends with the step."""
-        return self._open if self._open is not None else self._no_window("accumulate()")
+        return self._current("accumulate()")
 
     def backward(
         self, loss: LossSum, num_items: float | Tensor | Counts | None = None, *, reduction: str = "sum"
@@ -458,7 +428,7 @@ class Accumulator:
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
                 count than the one beforehand; or a mean of several losses.
         """
-        window = self._open if self._open is not None else self._no_window("backward()")
+        window = self._current("backward()")
         if reduction != "sum":
             require_choice("reduction", reduction, ("sum", "mean"))
             if isinstance(loss, Mapping) or isinstance(num_items, Mapping):
@@ -476,14 +446,14 @@ class Accumulator:
                 ``count``.
         """
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
-        if window is not self._open or self._count is None:
+        if window is not self._open or not self._count:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
-        records = None if window.proof is None else window.proof.records
+        records = window.proof.records if window.proof else None
         second, by_micro_batch, run = None, None, loss
         if is_window_loss(loss):
             from distaccum.accumulation.two_pass import represented  # noqa: PLC0415  few losses compare samples
 
-            compared = records is not None
+            compared = bool(records)
             run = second = represented(self.engine, window.plain, loss, prefetch=self._prefetch, compared=compared)
         else:
             run = by_micro_batch = loss
@@ -498,7 +468,7 @@ class Accumulator:
                 records,
                 prefetch=self._prefetch,
             )
-            if second is not None:
+            if second:
                 outcome = second.outcome(outcome)
             self._stepped = window.plain, outcome, by_micro_batch
             report(outcome.grad_norm)
@@ -515,12 +485,12 @@ class Accumulator:
 
         Else the window that is open, of which ``engine.kept`` tells what this rank has; None where none is.
         """
-        if self._stepped is not None:
+        if self._stepped:
             window, outcome, _ = stepped = self._stepped
             self.tracker.end_step(*stepped)
             self._stepped = self._open = None
             return window, outcome
-        return None if self._open is None else self._open.plain
+        return self._open.plain if self._open is not None else None
 
     def run_windows_by(self, run: Callable[..., Outcome]) -> None:
         """Has :meth:`step` run a window by this function, in place of ``step.run_window``."""
@@ -584,7 +554,7 @@ class Accumulator:
         """
         if self._closed:
             return
-        alone = alone or self._open is not None or self._abandoned or sys.exc_info()[0] is not None
+        alone = alone or self._in_window or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
         try:
             if self._lockstep.ran and not alone:
@@ -635,7 +605,7 @@ class Accumulator:
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
             "batch": self._global_batch.state(),
             "memory": self._loader_factory.state(),
-            "spikes": self.spikes.state_dict() if self.spikes is not None else {},
+            "spikes": self.spikes.state_dict() if self.spikes else {},
             **cursor,
         }
 
@@ -665,7 +635,7 @@ class Accumulator:
         """
         self._cursor.restore(position, data)
         self._counter.clear_stop()
-        if self.spikes is not None:
+        if self.spikes:
             self.spikes.load_state_dict(spikes or {})
         self.go_on_from(progress)
 
@@ -687,10 +657,6 @@ class Accumulator:
     def add_hook(self, hook: WindowHook) -> None:
         """Has a hook look at every window from the next one on; on all ranks."""
         self.engine.hooks.add(hook)
-
-    @staticmethod
-    def _no_window(what: str) -> NoReturn:
-        refuse(what, "outside a window", "loop over acc.windows(...)")
 
     def _expect_no_window(self, what: str, *, tells: bool = False) -> None:
         """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""
@@ -752,13 +718,13 @@ class Accumulator:
 
     def _finish(self, sums: LossSums, late_count: float | Tensor, *, given_up: bool = False) -> None:
         """Makes the step of a window that was run micro-batch by micro-batch; none where a rank has given it up."""
-        assert self._open is not None
-        window, counts, divisor = self._open.plain, self._open.counts, 1.0
+        begun = self._current("the step")
+        window, counts, divisor = begun.plain, begun.counts, 1.0
         if not counts:  # reads the device once, if the loop counted there
             own = float(late_count)
             total, ranks_gone = self.world.all_reduce_host([own if 0 <= own < inf else nan, given_up])
             total = 0.0 if ranks_gone else total  # NaN refuses it on every rank
-            counts, divisor = as_counts({SINGLE: total}), total / self._open.provisional_count
+            counts, divisor = as_counts({SINGLE: total}), total / begun.provisional_count
             if total:
                 self._items_per_sample = nearest_power_of_two(total / window.samples)
         if divisor:
@@ -774,19 +740,3 @@ class Accumulator:
         if not given_up:
             self.tracker.end_step(window, outcome)
             self._open = None
-
-
-def _sizes(global_batch_size: object, micro_batch_size: object, tokens: object) -> dict[str, int | None]:
-    """The sizes as numbers; raises ConfigError for what cannot work."""
-    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
-    sizes = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
-    if sizes["micro_batch_size"] is not None:
-        check_sizes(sizes["global_batch_size"], sizes["micro_batch_size"])
-    return sizes
-
-
-def _check_counts(max_skips: int, prefetch: int, prefetch_windows: int) -> None:
-    require_count("max_skips", max_skips, least=1)
-    remedy = "One is computed while one is on its way"
-    require(prefetch >= FEWEST, "prefetch", prefetch, f"must be at least {FEWEST}", remedy)
-    require_count("prefetch_windows", prefetch_windows)

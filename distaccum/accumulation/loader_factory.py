@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,21 +120,14 @@ class LoaderFactory:
 
     Args:
         engine: runs the rehearsal.
-        world: this rank.
         sizes: ``global_batch_size``, ``micro_batch_size`` and ``tokens``; None: not given, or found in a rehearsal.
         loss: to rehearse with; None: nothing is rehearsed.
         options: of the loaders: ``seed``, ``prefetch_windows`` and ``arrange``.
     """
 
-    def __init__(
-        self,
-        engine: Callable[[], Engine],
-        world: World,
-        sizes: Mapping[str, int | None],
-        loss: Loss | None,
-        **options: Any,
-    ) -> None:
-        self._engine, self._world, self._sizes, self._loss, self._options = engine, world, dict(sizes), loss, options
+    def __init__(self, engine: Engine, sizes: Mapping[str, int | None], loss: Loss | None, **options: Any) -> None:
+        self._engine, self._world, self._sizes, self._loss = engine, engine.world, dict(sizes), loss
+        self._options = options
         self.rehearsal: Rehearsal | None = None
         """What the rehearsal has found; None without one."""
 
@@ -159,7 +152,7 @@ class LoaderFactory:
             from distaccum.data.host_memory import longest_micro_batch  # noqa: PLC0415
 
             self.rehearsal = rehearse(
-                self._engine(),
+                self._engine,
                 self._world,
                 self._loss,
                 partial(longest_micro_batch, spec),
@@ -178,13 +171,13 @@ class LoaderFactory:
     def state(self) -> dict[str, Any]:
         """For a checkpoint: what was found, on what, and which shapes fit."""
         size = self._sizes["micro_batch_size"] if self._loss is not None else None
-        return {"micro_size": size, "device": self._device, "marks": self._engine().memory_marks.state_dict()}
+        return {"micro_size": size, "device": self._device, "marks": self._engine.memory_marks.state_dict()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Takes what was found on a device of the same kind; elsewhere it is rehearsed again."""
         if saved.get("device") != self._device:
             return
-        self._engine().memory_marks.load_state_dict(saved["marks"])
+        self._engine.memory_marks.load_state_dict(saved["marks"])
         if self._loss is not None and self._sizes["micro_batch_size"] is None:
             self._sizes["micro_batch_size"] = saved["micro_size"]
 

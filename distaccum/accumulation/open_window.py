@@ -137,7 +137,8 @@ class OpenWindow:
             self._expect_or_tell(Phase.DONE, "the end of the window", remedy)
 
     def __enter__(self) -> None:
-        self.expect(Phase.GIVEN, "accumulate()", "enter it once for each micro-batch of `for micro in window:`")
+        if self.phase is not Phase.GIVEN:
+            refuse("accumulate()", self.phase.value, "enter it once for each micro-batch of `for micro in window:`")
         if self.plain.keys:
             self._random.begin(self.plain.keys[-self._left])
         self._micro_step = self._engine.micro_step(sync=self._left == 1)
@@ -174,7 +175,8 @@ class OpenWindow:
 
     def backward(self, loss: LossSum, count: float | Tensor | Counts | None) -> None:
         """Backpropagates the sums of one micro-batch's losses; see ``Accumulator.backward``."""
-        self.expect(Phase.FORWARD, "backward()", "call acc.backward() once in each `with acc.accumulate():`")
+        if self.phase is not Phase.FORWARD:
+            refuse("backward()", self.phase.value, "call acc.backward() once in each `with acc.accumulate():`")
         self._end_autocast()
         known = self.plain.counts
         counts = self._known_counts(count) if known else self._provisional_counts(count)

@@ -40,6 +40,11 @@ class EvaluationWeights(WindowHook):
         self._optimizers: list[Any] = list(filter(has_two_weights, optimizers))
         self.eval()
 
+    @property
+    def needed(self) -> bool:
+        """Whether there is such an optimizer."""
+        return bool(self._optimizers)
+
     def attach(self, engine: Engine, in_window: Callable[[], bool]) -> None:
         """Watches the forwards of the engine's model; those ``in_window`` never switch, as those of a proof.
 

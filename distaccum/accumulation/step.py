@@ -162,10 +162,11 @@ def backward(engine: Engine, loss: Tensor, *, last: bool) -> None:
     Raises:
         MisuseError: a part of the graph is another backward's, and freed.
     """
+    activity = engine.activity
     if last:
-        await_reduction(engine)
+        activity.phase, activity.arrived_at = Phase.REDUCTION, perf_counter()
     else:
-        engine.activity.phase = Phase.BACKWARD
+        activity.phase = Phase.BACKWARD
     for before in engine.hooks.before_backward:
         before(loss)
     try:

@@ -56,9 +56,9 @@ class DataCursor:
             self._current, self._resumed = (data, loader), None
         return self._current[1]
 
-    def holds(self, data: Any) -> bool:
-        """Whether the loader is that of ``data``, the same object."""
-        return self._current is not None and self._current[0] is data
+    def turns_to(self, data: Any) -> bool:
+        """Whether there is a loader, and ``data`` is another object than its data."""
+        return self._current is not None and self._current[0] is not data
 
     def leaves_epoch(self, data: Any) -> bool:
         """Whether ``data`` is other data than that of the loader, so that its windows are none of the same epoch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,13 +15,15 @@ from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
 from distaccum.data.loading_processes import stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
-from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 
 
 def make_plan(
@@ -82,7 +84,7 @@ def make_plan(
     plan: Plan
     if global_batch_size is not None and stages:
         in_tokens = any(stage.unit == "tokens" for stage in stages)
-        plan = ScheduledPlan(
+        plan = _scheduled(
             samples=len(source.train),
             stages=tuple(stages),
             global_batch_size=global_batch_size,
@@ -106,6 +108,12 @@ def make_plan(
         limits_samples=limits_samples,
         names=names,
     )
+
+
+def _scheduled(**settings: Any) -> ScheduledPlan:
+    from distaccum.data.plan.scheduled import ScheduledPlan  # noqa: PLC0415  few runs have stages
+
+    return ScheduledPlan(**settings)
 
 
 def _check_sizes(

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.settings import AccumulatorSettings
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK, seconds_of
@@ -36,6 +37,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
+from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
 from distaccum.program import PROFILER, REPORT, WINDOWS, load
 from distaccum.train.components import TrainingComponents, build_utilization
@@ -576,9 +578,7 @@ def _end(run: TrainingRun, loop: Loop, evaluation: Mapping[str, float], console:
 def build_accumulator(components: TrainingComponents, world: World, *, verify: str | None = None) -> Accumulator:
     """The accumulator that the configuration describes; ``verify`` in the place of what that says."""
     config = components.config
-    accumulator = Accumulator(
-        components.model,
-        components.optimizers,
+    settings = AccumulatorSettings(
         global_batch_size=None if config.batch.schedule else config.batch.global_size,  # its plan says it
         micro_batch_size=config.batch.first_micro_size,
         count=components.loss.count,
@@ -590,13 +590,14 @@ def build_accumulator(components: TrainingComponents, world: World, *, verify: s
         on_spike="skip" if config.trainer.on_spike == ROLLBACK else config.trainer.on_spike,
         spike_zscore=config.trainer.spike_zscore,
         spike_window=config.trainer.spike_window,
-        prepared=components.engine,
+        clip_norm=components.engine.clip_norm,
+        clip_value=components.engine.clip_value,
         seed=config.seed,
-        world=world,
     )
-    if (compiled := accumulator.engine.compiled) is not None:
-        compiled.add_loss(components.loss)
-    return accumulator
+    engine = create(components.engine, components.model, components.optimizers, world)
+    if engine.compiled is not None:
+        engine.compiled.add_loss(components.loss)
+    return Accumulator.of_engine(engine, components.optimizers, settings)
 
 
 def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:

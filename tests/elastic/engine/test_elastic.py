@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator
+from distaccum.accumulation.settings import AccumulatorSettings
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
@@ -20,7 +21,7 @@ from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondDeal, run_window
 from distaccum.engines.context import EngineContext
-from distaccum.engines.factory import prepare
+from distaccum.engines.factory import create, prepare
 from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -74,18 +75,10 @@ def accumulator(
         builder=ElasticEngines() if elastic else None,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    acc = Accumulator(
-        model,
-        optimizer,
-        global_batch_size=20,
-        micro_batch_size=2,
-        count=LOSS.count,
-        world=world,
-        prepared=prepared,
-        numerics=numerics,
-        verify="never",
-        seed=3,
+    settings = AccumulatorSettings(
+        global_batch_size=20, micro_batch_size=2, count=LOSS.count, clip_norm=1.0, verify="never", seed=3
     )
+    acc = Accumulator.of_engine(create(prepared, model, [optimizer], world), [optimizer], settings)
     if elastic:
         acc.run_windows_by(run_window)
     return acc

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator
 from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.settings import AccumulatorSettings
 from distaccum.config.engine import Zero1Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.loader import MapWindowLoader
@@ -23,7 +24,7 @@ from distaccum.elastic.engine.ddp import own_state, resumable
 from distaccum.elastic.engine.shares import LostStateError, Share, Shares
 from distaccum.elastic.engine.window import run_window
 from distaccum.engines.base import EngineState
-from distaccum.engines.factory import prepare
+from distaccum.engines.factory import create, prepare
 from distaccum.losses.cross_entropy import CrossEntropy
 from tests.support.threads import run_ranks
 
@@ -75,19 +76,17 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         numerics="reproducible",
         builder=ElasticEngines(),
     )
-    acc = Accumulator(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    settings = AccumulatorSettings(
         global_batch_size=12,
         micro_batch_size=2,
         count=LOSS.count,
-        world=world,
-        prepared=replace(prepared, builder=ElasticEngines(keepers)),
-        numerics="reproducible",
         verify="never",
         seed=3,
         schedule=lambda step: 1 / (1 + step),
     )
+    engine = create(replace(prepared, builder=ElasticEngines(keepers)), model, optimizers, world)
+    acc = Accumulator.of_engine(engine, optimizers, settings)
     acc.run_windows_by(run_window)
     return acc
 
