@@ -222,7 +222,7 @@ def test_the_last_update_is_logged_also_when_skipped_windows_follow_it(gloo_worl
 
 
 def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_world: World, tmp_path: Path) -> None:
-    """Epochs of three windows, the last of them ragged, some of which count nothing."""
+    """Epochs of three windows, the last of them ragged, some of which count nothing: it goes on beyond the next one."""
 
     def updates(folder: Path, resume: str, steps: int) -> list[list[object]]:
         run_dir = RunDir(folder)
@@ -239,9 +239,11 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
     whole = updates(tmp_path / "whole", "never", 9)
     assert len({epoch for _, _, epoch, *_ in whole}) > 3
     assert whole[-1][3] != 0
-    for steps in range(1, 9):
-        updates(tmp_path / str(steps), "never", steps)
-        assert updates(tmp_path / str(steps), "auto", 9) == whole
+    for first in (1, 2, 3):
+        for steps in (*range(first, 9, 3), 9):
+            found = updates(tmp_path / str(first), "auto", steps)
+            assert found == whole[: len(found)]
+        assert len(found) == len(whole)
 
 
 def test_after_a_stop_no_window_is_given_out_any_more(gloo_world: World) -> None:

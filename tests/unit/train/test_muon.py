@@ -134,7 +134,7 @@ def error(found: Weights, truth: Weights) -> float:
     return float(wrong.norm() / moved.norm())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
 def test_the_updates_are_those_of_one_process_on_whole_batches(engine: str, world: int) -> None:
     """Newton-Schulz is in bf16, as torch has it: no more than twice as far off as a plain loop that does so too."""
