@@ -25,6 +25,7 @@ from distaccum.config.checks import (
     require,
     require_annotated,
     require_choice,
+    require_seed,
 )
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, engine_config, settings_of, unknown_setting
@@ -136,7 +137,7 @@ class RunConfig:
         saves = not rolls_back or self.checkpoint.saves
         require(saves, "trainer.on_spike", self.trainer.on_spike, problem, "Give a number of updates, or use skip")
         self.metrics.check_checkpoints(self.checkpoint)
-        require(0 <= self.seed < 2**63, "seed", self.seed, "out of range", "Use a whole number from 0 to 2**63-1")
+        require_seed("seed", self.seed)
         if self.resume not in ("never", "auto"):
             exists = Path(self.resume).is_dir()
             require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
