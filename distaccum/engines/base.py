@@ -171,6 +171,8 @@ class Engine(ABC):
 
     facts: EngineFacts
     """What does not change while it runs."""
+    gradient_divide_factor: int
+    """That of :attr:`facts`: what ``normalize_loss`` undoes."""
     probe: GradientProbe
     """What verification asks; an engine sets its own where its answers are others."""
     defer_reduction: bool = False
@@ -194,6 +196,7 @@ class Engine(ABC):
         facts: EngineFacts,
     ) -> None:
         self.facts = replace(facts, min_loss_scale=scaler.floor) if scaler else facts
+        self.gradient_divide_factor = facts.gradient_divide_factor
         self.probe = GradientProbe(self, policy)
         self.device = world.device
         self._model = model
@@ -215,11 +218,6 @@ class Engine(ABC):
         """Which shapes of micro-batches fit on this rank, as far as is known."""
         self.buffers = facts.numerics.buffers(model, world)
         """What looks at the model's buffers, as the numerics ask for it."""
-
-    @property
-    def gradient_divide_factor(self) -> int:
-        """See :class:`EngineFacts`: the factor that a loss is multiplied by, as ``normalize_loss`` does it."""
-        return self.facts.gradient_divide_factor
 
     @property
     def world(self) -> World:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -11,18 +10,6 @@ from torch import Tensor
 
 from distaccum.data.plan.units import Deal, Node, halves, joined
 from distaccum.errors import MisuseError
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialWindow:
-    """What a rank has of a window that is not reduced: sums of blocks by node of the tree, and what goes along.
-
-    ``used`` says of each parameter whether they depend on it, where parameters may be unused.
-    """
-
-    sums: Mapping[Node, Sequence[Tensor]] = field(default_factory=dict)
-    along: Tensor | None = None
-    used: Sequence[int] = ()
 
 
 class BlockClock:
@@ -71,11 +58,8 @@ class BlockClock:
         """This rank's last block, and the sums that are added to it; None where it computes none."""
         return (self._blocks[-1], self._added[-1]) if self._blocks else None
 
-    def micro_step_ended(self, *, may_be_last: bool = False) -> tuple[int, Sequence[Node]] | None:
+    def micro_step_ended(self) -> tuple[int, Sequence[Node]] | None:
         """Counts one that is not the window's last: the block that it ends, and the sums that are added to that.
-
-        Args:
-            may_be_last: whether the window's last is counted, too; its block ends with the reduction.
 
         Returns:
             None in the midst of a block.
@@ -86,8 +70,6 @@ class BlockClock:
         if self.deal is None:
             return None
         self._done += 1
-        if may_be_last and self._ends and self._done == self._ends[-1]:
-            return None
         if self._block >= len(self._ends) or self._done >= self._ends[-1]:
             units = len(self.deal.units_of(self._rank))
             problem = f"micro-step {self._done} of a window that has {units} units on this rank"

@@ -25,7 +25,7 @@ from distaccum.elastic.group.polled_group import (
     leave_default,
     make_default,
 )
-from distaccum.engines.comm_hooks import average_in_dtype
+from distaccum.engines.ddp.reducer import average_in_dtype
 from tests.support.members import Notes, held, members
 
 RANKS = 3

@@ -128,7 +128,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "fsdp2: a replayed micro-step adds its gradient",
             (  # two guards: its backward begins with zeros, and what it reduces is zeroed
                 ("engines/uneven_inputs.py", "torch.zeros_like(output)", "torch.ones_like(output)"),
-                ("engines/comm_hooks.py", "            input_tensor.zero_()", "            pass"),
+                ("engines/fsdp2/tree_scatter.py", "            input_tensor.zero_()", "            pass"),
             ),
         ),
     ),

@@ -420,9 +420,9 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "return counted",
             ),
             "losses of units that are held are lost": (
-                "engines/ddp/tree.py",
-                "self._along = self.taken_up.along",
-                "self._along = None",
+                "elastic/engine/tree.py",
+                "self.taken_up.along if held else None",
+                "None",
             ),
             "what is held is dealt again": (
                 "elastic/engine/window.py",
@@ -430,9 +430,9 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "for block in range(self.blocks) for unit",
             ),
             "a rank sends what is left in its buckets": (
-                "engines/ddp/tree.py",
-                "if self.keeps and nodes:",
-                "if False:",
+                "elastic/engine/tree.py",
+                "if self._given_up or not nodes:",
+                "if True:",
             ),
             "what was sent is not kept": ("engines/partial_sums.py", "self.sums[node] = kept", _ALIAS),
         }.items()

@@ -48,7 +48,7 @@ class ElasticEngines:
             return create_plain(model, optimizers, world, context)
         # With them comes DistributedDataParallel.
         from distaccum.elastic.engine.ddp import ElasticDDPEngine, MirroredZeRO1  # noqa: PLC0415
-        from distaccum.engines.ddp.tree import TreeReducer  # noqa: PLC0415
+        from distaccum.elastic.engine.tree import KeptTree  # noqa: PLC0415
 
         assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
         return ElasticDDPEngine(
@@ -58,7 +58,7 @@ class ElasticEngines:
             config=context.engine,
             policy=context.policy,
             options=context.step_options(world.device),
-            tree=TreeReducer(world, by_units=context.numerics.fixed_order, keeps=True),
+            tree=KeptTree(world, by_units=context.numerics.fixed_order),
             mirrored=MirroredZeRO1(world) if isinstance(context.engine, Zero1Config) else None,
             keepers=self.keepers,
             numerics=context.numerics,

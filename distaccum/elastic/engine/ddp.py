@@ -13,14 +13,13 @@ from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.mirror import Mirror
 from distaccum.elastic.engine.shares import Share, Shares
+from distaccum.elastic.engine.tree import KeptTree, PartialWindow
 from distaccum.engines.base import Engine, EngineState, Restart
+from distaccum.engines.ddp.communicating import uncounted
 from distaccum.engines.ddp.engine import DDPEngine
-from distaccum.engines.ddp.reducer import uncounted
 from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
-from distaccum.engines.ddp.tree import TreeReducer
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.modules import clean
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.engines.state import copy_in_place
 
 
@@ -46,18 +45,17 @@ class MirroredZeRO1(ZeRO1):
         self,
         optimizers: Sequence[Optimizer],
         master: Callable[[nn.Parameter], Tensor | None] | None = None,
-        *,
-        gathers: bool = False,
     ) -> None:
         """See :class:`ZeRO1`; a rank keeps its own state alone, since others may be gone."""
-        super().restore(optimizers, master, gathers=gathers)
+        self._give_back(optimizers, master, alone=True)
 
 
 class ElasticDDPEngine(DDPEngine):
     """A :class:`DDPEngine` whose reduction comes after the last backward, in :meth:`reduce`, and may fail.
 
     Args:
-        model, optimizers, world, tree: as there; the tree ``keeps`` what it sends.
+        model, optimizers, world: as there.
+        tree: the reducer.
         mirrored: which rank steps which parameters, and has a copy of which others' state; None: each steps all.
         keepers: then, by rank, which one keeps a copy of its shard; empty: the next one.
         options: the rest of :class:`DDPEngine`'s.
@@ -69,7 +67,7 @@ class ElasticDDPEngine(DDPEngine):
         optimizers: Sequence[Optimizer],
         world: World,
         *,
-        tree: TreeReducer,
+        tree: KeptTree,
         mirrored: MirroredZeRO1 | None,
         keepers: Sequence[int],
         **options: Any,
@@ -93,7 +91,7 @@ class ElasticDDPEngine(DDPEngine):
 
     def _take_deal(self, deal: Deal | None) -> None:
         super()._take_deal(deal)
-        self._unused.take_up(self._sums.taken_up.used)
+        self._unused.used = [*self._sums.taken_up.used] or [0] * len(self._unused.used)
 
     def _boundary(self, loss: Tensor) -> None:
         self._backward_alone(loss)
@@ -129,7 +127,7 @@ class ElasticDDPEngine(DDPEngine):
     @property
     def kept(self) -> PartialWindow:
         """What this rank has of the open window, also after a reduction that failed."""
-        return replace(self._sums.kept, used=self._unused.used)
+        return replace(self._sums.kept, used=tuple(self._unused.used))
 
     def take_up(self, kept: PartialWindow) -> None:
         """Gives the window that begins next what another engine has :attr:`kept` of it on this rank."""

@@ -14,9 +14,9 @@ from distaccum.data.plan.units import Deal
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.elastic.engine.shares import Shares
+from distaccum.elastic.engine.tree import PartialWindow
 from distaccum.elastic.group.views import Report
 from distaccum.engines.base import EngineState
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import DistaccumError
 from distaccum.train.parts.base import Done
 

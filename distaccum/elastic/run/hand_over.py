@@ -17,11 +17,11 @@ from torch import Tensor
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.message import digest_of, from_message, to_message
 from distaccum.elastic.engine.shares import Share, Shares
+from distaccum.elastic.engine.tree import PartialWindow
 from distaccum.elastic.engine.window import Again, SecondDeal
 from distaccum.elastic.group.views import Report, View, shares_of, source_of
 from distaccum.elastic.run.carried import AVERAGE, NO_STATE, NOT_BEGUN, PER_WINDOW, TORN, Carried
 from distaccum.engines.base import EngineState
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import PeerError
 
 

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from math import nan
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distaccum.config.checks import size_of
@@ -23,22 +21,14 @@ from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts, EngineState, Restart, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
-from distaccum.engines.ddp.reducer import (
-    BucketReducer,
-    Collectives,
-    DDPModel,
-    Reduction,
-    dense_gradients,
-    ignoring,
-    set_gradient,
-    uncounted,
-)
+from distaccum.engines.ddp.communicating import Communicating, uncounted
+from distaccum.engines.ddp.reducer import BucketReducer, Reduction, set_gradient, wrap
 from distaccum.engines.ddp.stepper import DDPProbe, WholeStepper, ZeRO1Stepper
 from distaccum.engines.ddp.tree import TreeReducer
 from distaccum.engines.ddp.unused import NoneUnused, UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
-from distaccum.engines.modules import clean, trained
+from distaccum.engines.modules import trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
 from distaccum.engines.state import load_model_state, model_state
@@ -46,9 +36,6 @@ from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
-# DDP would send all buffers at every boundary; see sync_buffers. torch 2.13 gave the argument a new name.
-_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-_NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 _NOTHING = nullcontext()
 
 
@@ -99,21 +86,14 @@ class DDPEngine(Engine):
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         stepper.start(model, optimizers, world, policy)
         self._weights = stepper.weights
-        # DDP would broadcast them, and gloo does not know all of their types; sync_buffers below does.
-        buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
-        for parameter in {id(parameter): parameter for parameter in odd.values()}.values():
-            world.broadcast_(parameter.detach())
-        with dense_gradients(model), ignoring(model, [*buffers, *odd]):
-            self._ddp = DDPModel(
-                model,
-                # It counts in the parameters' type, and buckets hold gradients.
-                bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
-                gradient_as_bucket_view=True,
-                **_NO_BUFFER_SYNC,
-                # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
-                find_unused_parameters=config.find_unused_parameters and not policy.keeps_masters,
-            )
+        self._ddp = wrap(
+            model,
+            world,
+            # It counts in the parameters' type, and buckets hold gradients.
+            bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
+            # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
+            find_unused_parameters=config.find_unused_parameters and not policy.keeps_masters,
+        )
         reducer.attach(self._ddp)
         self.sync_buffers()
         self._named = trained(model)
@@ -149,14 +129,7 @@ class DDPEngine(Engine):
         self._ran = self._syncs = self._reduced = False
         self._missing: list[nn.Parameter] = []  # that a boundary did not reach whose reduction follows it
         self._fault = ""  # why this rank's gradient is NaN
-        self._collectives = Collectives(world.device)
-        self._communicates = False  # a micro-step was seen to
-        self._synchronized = {
-            clean(name): module
-            for name, module in model.named_modules()
-            if world.size > 1 and any("SyncBatchNorm" in base.__name__ for base in type(module).__mro__)
-        }
-        self._micro_steps: int | None = None  # of this rank in the open window, where begin_window told
+        self._communicating = Communicating(model, world, dropped=self._close_window)
 
     @property
     def model(self) -> nn.Module:
@@ -178,32 +151,9 @@ class DDPEngine(Engine):
             MisuseError: they do, and ranks have different numbers of micro-steps; on every rank.
         """
         self._open_window()
-        self._micro_steps = micro_steps
         self._take_deal(deal)
         self._reducer.begin(deal)
-        if communicating := self._communicating():
-            self._compare_micro_steps(communicating)
-
-    def _communicating(self) -> str:
-        """What in a micro-step is a collective, as far as is known; empty: nothing."""
-        found = [name for name, module in self._synchronized.items() if module.training]
-        if found:
-            return f"{shorten(found)} (SyncBatchNorm)"
-        return "the model's forward or the loss" if self._communicates else ""
-
-    def _compare_micro_steps(self, communicating: str) -> None:
-        problem = f"{communicating} communicates in every micro-step"
-        if self._micro_steps is None:
-            remedy = "call engine.begin_window(len(window.micro_batches)) before a window's first"
-            raise MisuseError(f"{problem}, so ranks must have the same number of them: {remedy}")
-        most, fewest = self._world.all_reduce_max_host([self._micro_steps, -self._micro_steps])
-        if most != -fewest:
-            self._close_window()
-            raise MisuseError(
-                f"{problem}, and ranks have different numbers of micro-batches in this window: {most} and {-fewest}. "
-                "Choose global and micro-batch size, and drop the ragged end of the data, so that all ranks have as "
-                "many; or use a layer that does not communicate, as GroupNorm"
-            )
+        self._communicating.window_begins(micro_steps)
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
         """Local, as in DDP's ``no_sync``, but for the :meth:`backward` of one with ``sync``.
@@ -213,13 +163,11 @@ class DDPEngine(Engine):
         """
         if not self._window_open:
             self._open_window()
-        if self._synchronized and self._micro_steps is None and (communicating := self._communicating()):
-            self._compare_micro_steps(communicating)
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
+        if not self._ran or self._communicating.synchronized:
+            self._communicating.micro_step_begins(first=not self._ran)
         vars(self._ddp)["called"] = False  # by no way round: once a micro-step
-        if not self._ran and not self._communicates and self._world.size > 1:
-            self._collectives.note()  # in a window's first: a loop that communicates does so in each
         self._ran, self._syncs = True, sync
         if self.compiled is not None:
             self.compiled.micro_step_began()
@@ -238,9 +186,8 @@ class DDPEngine(Engine):
         if self._reduced:
             raise MisuseError("backward() after the window's reduction: add up a micro-step's losses before backward()")
         self._watch.check()
-        if self._collectives.watching and self._collectives.called():  # on all ranks that have this micro-step
-            self._communicates = True
-            self._compare_micro_steps(self._communicating())
+        if self._communicating.collectives.watching:
+            self._communicating.forward_ended()
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         if not self._syncs:
             if loss.requires_grad:
@@ -265,7 +212,6 @@ class DDPEngine(Engine):
     def _backward_alone(self, loss: Tensor) -> None:
         """The boundary's backward, whose reduction comes after it."""
         self._missing = self._backward_missing(loss)
-        self._reducer.micro_step_ended()
         self._watch.note()
 
     def _backward_missing(self, loss: Tensor) -> list[nn.Parameter]:
@@ -337,7 +283,7 @@ class DDPEngine(Engine):
     @property
     def restart(self) -> Restart:
         """See :class:`Engine`; on one rank nobody has a part of the gradient."""
-        if self.facts.numerics.fixed_order or self._communicating() or self._collectives.seen:
+        if self.facts.numerics.fixed_order or self._communicating.suspected:
             return Restart.REFUSED
         begun = self._world.size > 1 and (self._reduced or self._reduction.running)
         return Restart.TOO_LATE if begun else Restart.POSSIBLE
@@ -392,7 +338,7 @@ class DDPEngine(Engine):
     def give_up(self, deal: Deal | None = None) -> bool | None:
         """See :class:`Engine`. What was sent before becomes NaN here alone. Not where others may wait in a forward."""
         # One reproducible rank, too, so that a loss scale does not depend on their number.
-        if (self._world.size == 1 and not self.facts.numerics.fixed_order) or self._communicating():
+        if (self._world.size == 1 and not self.facts.numerics.fixed_order) or self._communicating.what:
             return None
         if not self._window_open:
             self.begin_window(0, deal)
@@ -425,7 +371,8 @@ class DDPEngine(Engine):
             self._end_interrupted()
         self._drop_gradients()
         self._ran = self._reduced = False
-        self._fault, self._missing, self._micro_steps = "", [], None
+        self._fault, self._missing = "", []
+        self._communicating.micro_steps = None
         self._reducer.begin(None)
         self._close_window()
 
@@ -458,7 +405,7 @@ class DDPEngine(Engine):
         super().close()
         self._optimizer_step.release()
         self._reduction.close()
-        self._collectives.stop()
+        self._communicating.close()
         self._watch.forget()
         for master, _ in self._copies:
             master.grad = None
@@ -518,9 +465,3 @@ def _create(
         stepper=stepper,
         numerics=context.numerics,
     )
-
-
-def _is_odd(parameter: nn.Parameter) -> bool:
-    """A frozen parameter, quantised perhaps, of a type that not every backend sends."""
-    usual = parameter.is_complex() or (parameter.is_floating_point() and parameter.itemsize > 1)
-    return not (parameter.requires_grad or usual)

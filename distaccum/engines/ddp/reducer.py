@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
-from distaccum.engines.comm_hooks import average_in_dtype
 from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
 # What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model.
@@ -70,6 +70,57 @@ class DDPModel(DistributedDataParallel):
             super().__setattr__(name, value)
         else:
             setattr(self._modules["module"], name, value)
+
+
+# DDP would send all buffers at every boundary; see Engine.sync_buffers. torch 2.13 gave the argument a new name.
+_renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+_NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
+
+
+def wrap(model: nn.Module, world: World, *, bucket_cap_mb: float, find_unused_parameters: bool) -> DDPModel:
+    """DDP around a model; a collective, in which parameters become rank 0's, and buffers stay as they are."""
+    # DDP would broadcast these, and gloo does not know all of their types; Engine.sync_buffers does.
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    odd = {name: p for name, p in model.named_parameters(remove_duplicate=False) if _is_odd(p)}
+    for parameter in {id(parameter): parameter for parameter in odd.values()}.values():
+        world.broadcast_(parameter.detach())
+    with _dense_gradients(model), _ignoring(model, [*buffers, *odd]):
+        return DDPModel(
+            model,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused_parameters,
+            **_NO_BUFFER_SYNC,
+        )
+
+
+def _is_odd(parameter: nn.Parameter) -> bool:
+    """A frozen parameter, quantised perhaps, of a type that not every backend sends."""
+    usual = parameter.is_complex() or (parameter.is_floating_point() and parameter.itemsize > 1)
+    return not (parameter.requires_grad or usual)
+
+
+@contextmanager
+def _ignoring(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within the block DDP leaves out these parameters and buffers of a model that it wraps."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(names)  # past __setattr__: a compiled model passes it on
+    try:
+        yield
+    finally:
+        del vars(model)["_ddp_params_and_buffers_to_ignore"]
+
+
+@contextmanager
+def _dense_gradients(model: nn.Module) -> Iterator[None]:
+    """Within the block DDP sees no ``sparse=True``: a sparse gradient is then added to a dense one, in its bucket."""
+    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    for module in sparse:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
 
 
 GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on: a gradient may have another type than its parameter
@@ -201,6 +252,21 @@ class Reduction:
         self._reducer._remove_autograd_hooks()
 
 
+def average_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
+    """A communication hook for DDP: averages each bucket over ``ranks``, sent in ``dtype``.
+
+    Torch's own ``fp16_compress_hook`` casts before it divides: of 80000 and 20000 it makes infinity, though fp16 holds
+    their average.
+    """
+
+    def average(whole: torch.Tensor) -> Any:
+        sent = whole.div_(ranks).to(dtype)
+        reduced = dist.all_reduce(sent, async_op=True).get_future()
+        return reduced.then(lambda done: whole.copy_(done.value()[0]))
+
+    return lambda _, bucket: average(bucket.buffer())  # DDP accepts its own annotations, as types, or none
+
+
 class BucketReducer:
     """DDP's own reduction of its buckets, which averages; in another format than fp32 by a hook.
 
@@ -264,113 +330,6 @@ def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     own = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     parameter.grad = own
     own.data = gradient
-
-
-@contextmanager
-def ignoring(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Within the block DDP leaves out these parameters and buffers of a model that it wraps."""
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = list(names)  # past __setattr__: a compiled model passes it on
-    try:
-        yield
-    finally:
-        del vars(model)["_ddp_params_and_buffers_to_ignore"]
-
-
-@contextmanager
-def dense_gradients(model: nn.Module) -> Iterator[None]:
-    """Within the block DDP sees no ``sparse=True``: a sparse gradient is then added to a dense one, in its bucket."""
-    sparse = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-    for module in sparse:
-        module.sparse = False
-    try:
-        yield
-    finally:
-        for module in sparse:
-            module.sparse = True
-
-
-_watching: list[Collectives] = []
-_NOTHING = nullcontext()
-
-
-class Collectives:
-    """Tells whether a collective was called since :meth:`note`, on the default process group; costs none itself.
-
-    Those within :func:`uncounted` do not count.
-
-    Args:
-        device: this rank's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._backends = list(_backends({torch.device("cpu"), torch.device(device.type)}))
-        self._before: list[int] | None = None
-        self._called = False  # before the last pause
-        self.watching = False
-
-    def note(self) -> None:
-        """Begins to watch."""
-        self._before, self._called, self.watching = self._numbers(), False, True
-        if self not in _watching:
-            _watching.append(self)
-
-    @property
-    def seen(self) -> bool:
-        """Whether there was one so far, where somebody watches."""
-        return self.watching and (self._called or self._differs())
-
-    def called(self) -> bool:
-        """Whether there was one; False where the group does not count. Ends the watching."""
-        called = self._called or self._differs()
-        self.stop()
-        return called
-
-    def stop(self) -> None:
-        """Watches no longer."""
-        self.watching = False
-        if self in _watching:
-            _watching.remove(self)
-
-    def pause(self) -> None:
-        """What follows is not counted, until :meth:`resume`."""
-        self._called = self._called or self._differs()
-
-    def resume(self) -> None:
-        """Goes on after :meth:`pause`."""
-        self._before = self._numbers()
-
-    def _differs(self) -> bool:
-        return self._before is not None and self._before != self._numbers()
-
-    def _numbers(self) -> list[int] | None:
-        try:
-            return [int(backend._get_sequence_number_for_group()) for backend in self._backends]
-        except RuntimeError:  # of a backend that does not count
-            return None
-
-
-def uncounted() -> AbstractContextManager[None]:
-    """Within the block a collective is the library's own, though a micro-step of another accumulator is open."""
-    return _paused() if _watching else _NOTHING
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    watching = list(_watching)
-    for collectives in watching:
-        collectives.pause()
-    try:
-        yield
-    finally:
-        for collectives in watching:
-            collectives.resume()
-
-
-def _backends(devices: set[torch.device]) -> Iterator[Any]:
-    group: Any = dist.group.WORLD
-    for device in devices:
-        with suppress(RuntimeError):  # the group has none for it
-            yield group._get_backend(device)
 
 
 class _Constant(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum.data.plan.units import Deal, Node
 from distaccum.distributed.world import World
 from distaccum.engines.ddp.reducer import BucketReducer
-from distaccum.engines.partial_sums import BlockClock, PartialSums, PartialWindow, add_up
+from distaccum.engines.partial_sums import BlockClock, PartialSums, add_up
 from distaccum.errors import ConfigError
 
 _IN_FLIGHT = 2  # buckets; what a rank receives of one is as large as the bucket
@@ -39,29 +39,19 @@ class TreeReducer(BucketReducer):
 
     Args:
         world: this rank.
-        by_units: whether the order is that of units, whose deal each window has; else each rank has one node.
-        keeps: whether a rank still has what it has sent when the reduction fails, which then comes after the backward.
     """
 
     sums = True
 
-    def __init__(self, world: World, *, by_units: bool = True, keeps: bool = False) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__(world)
         self._rank, self._ranks = world.rank, world.size
-        self._by_units, self.keeps = by_units, keeps
-        self.resumed = False
-        """Whether the open window began with sums from before."""
-        self.taken_up = PartialWindow()
-        """Of the window that begins next, from before; what its deal says of the sums is used."""
-        self._along: Tensor | None = None
-        self.received = torch.empty(0)
-        """The sum over the ranks of what was sent along."""
         self._clock = BlockClock(world.rank)
         self._buckets: dict[int, Tensor] = {}
         self._in_order: list[Tensor] = []  # the buckets, once gradients lie in them
         self._partial = PartialSums(self._in_order.copy)
         self._pending: deque[Received] = deque()
-        self._placed = self._given_up = self._owes = False
+        self._placed = self._given_up = False
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """See :class:`BucketReducer`."""
@@ -85,28 +75,9 @@ class TreeReducer(BucketReducer):
 
     def begin(self, deal: Deal | None) -> None:
         """A window begins."""
-        if deal is None and not self._by_units:
-            deal = Deal(self._ranks, self._ranks, self._ranks)
         self._clock.begin(deal)
         self._partial.drop()
-        self._given_up, self._along = False, None
-        held = () if deal is None else deal.held_by(self._rank)
-        self.resumed = bool(held)
-        for node in held:
-            self._partial.keep(node, self.taken_up.sums[node])
-        if held:
-            self._along = self.taken_up.along
-        self.taken_up = PartialWindow()
-
-    @property
-    def kept(self) -> PartialWindow:
-        """The sums of this rank's blocks that have ended, of each bucket one, and what was given to go along."""
-        return PartialWindow(sums=dict(self._partial.sums), along=self._along)
-
-    def send_along(self, numbers: Tensor) -> None:
-        """Has fp64 ``numbers`` travel with the reduction, beside a bucket's shards: its bits, whatever the type."""
-        self._along = numbers if self._along is None else self._along + numbers
-        self.received = self._along
+        self._given_up = False
 
     def expect_deal(self) -> None:
         """Raises MisuseError where nobody said how the units of the window are dealt, so that it cannot be reduced."""
@@ -114,7 +85,7 @@ class TreeReducer(BucketReducer):
 
     def micro_step_ended(self) -> None:
         """Called after each micro-step but the window's last."""
-        ended = self._clock.micro_step_ended(may_be_last=self.keeps) if self._by_units else None
+        ended = self._clock.micro_step_ended()
         if ended is not None:
             self._partial.end_block(*ended)
 
@@ -129,38 +100,22 @@ class TreeReducer(BucketReducer):
             self._buckets[number] = whole
         elif self._buckets[number].data_ptr() != whole.data_ptr():
             raise _other_torch("moves its buckets between two windows")
-        elif self.keeps:
-            self._owes = True
         else:
-            while len(self._pending) >= _IN_FLIGHT:
-                self._finish(self._pending.popleft())
-            self._send(number, whole)
+            self._ready(number, whole)
         ready: torch.futures.Future[Tensor] = torch.futures.Future()
         ready.set_result(whole)
         return ready
 
     def finish(self) -> None:
         """After the last bucket: the sums of all are in their places."""
-        if self._owes:
-            self._owes = False
-            self.reduce_kept()
         while self._pending:
             self._finish(self._pending.popleft())
 
-    def reduce_kept(self) -> None:
-        """The whole reduction of a window whose backwards are done: of what is kept, which stays.
-
-        The buckets take the sums.
-        """
-        last = self._clock.last
-        if not self._given_up and last is not None:
-            self._partial.end_block(*last)
-        for number, whole in self._buckets.items():
-            while len(self._pending) >= _IN_FLIGHT:
-                self._finish(self._pending.popleft())
-            self._send(number, whole)
-        while self._pending:
+    def _ready(self, number: int, whole: Tensor) -> None:
+        """A bucket has all of this rank's gradients."""
+        while len(self._pending) >= _IN_FLIGHT:
             self._finish(self._pending.popleft())
+        self._send(number, whole)
 
     def _send(self, number: int, whole: Tensor) -> None:
         own = self._own(number, whole)
@@ -171,28 +126,23 @@ class TreeReducer(BucketReducer):
         size = -(-whole.numel() // self._ranks)
         cuts = [max(0, min(size, whole.numel() - rank * size)) for rank in range(self._ranks)]
         counts = [max(1, len(self._clock.nodes_of(rank))) for rank in range(self._ranks)]
-        nothing, rounds, along = whole.new_empty(0), list[tuple[Any, Tensor]](), self._beside(number, whole)
+        nothing, rounds = whole.new_empty(0), list[tuple[Any, Tensor]]()
         for i in range(max(counts)):
             content = own[i] if i < len(own) else nothing
             splits = cuts if i < len(own) else [0] * self._ranks
-            beside = along.numel() if i == 0 else 0  # every rank sends in the first round
-            if beside:
-                content = torch.cat([each for shard in content.split_with_sizes(cuts) for each in (shard, along)])
-                splits = [cut + beside for cut in cuts]
-            arriving = [cuts[self._rank] + beside if i < count else 0 for count in counts]
-            received = whole.new_empty(sum(arriving))
-            work = dist.all_to_all_single(
-                received, content, output_split_sizes=arriving, input_split_sizes=splits, async_op=True
-            )
-            rounds.append((work, received))
+            arriving = [cuts[self._rank] if i < count else 0 for count in counts]
+            rounds.append(self._exchange(content, splits, arriving, first=i == 0))
         self._pending.append(Received(whole, rounds))
 
-    def _beside(self, number: int, whole: Tensor) -> Tensor:
-        """What travels beside a shard of this bucket, its bits as numbers of the bucket's type; one bucket has some."""
-        smallest = min(self._buckets, key=lambda each: self._buckets[each].numel())
-        if self._along is None or number != smallest:
-            return whole.new_empty(0)
-        return self._along.to(whole.device).flatten().view(whole.dtype)
+    def _exchange(
+        self, content: Tensor, cuts: Sequence[int], arriving: Sequence[int], *, first: bool
+    ) -> tuple[Any, Tensor]:
+        """Sends each rank its shard of ``content``; gives the work, and what it fills with the ranks' shards."""
+        received = content.new_empty(sum(arriving))
+        work = dist.all_to_all_single(
+            received, content, output_split_sizes=list(arriving), input_split_sizes=list(cuts), async_op=True
+        )
+        return work, received
 
     def _own(self, number: int, whole: Tensor) -> list[Tensor]:
         """This rank's part of each of its nodes; the last block's, with what is added to it, is in the bucket."""
@@ -200,8 +150,6 @@ class TreeReducer(BucketReducer):
         if self._given_up:
             return [whole] * max(1, len(nodes))
         sums = self._partial.sums
-        if self.keeps and nodes:
-            return [sums[node][number] for node in nodes]
         if last is None:
             whole.zero_()  # a rank without units adds nothing, whatever hooks have made of its zeros
             return [whole]
@@ -238,11 +186,8 @@ class TreeReducer(BucketReducer):
         whole.copy_(padded[: whole.numel()])
 
     def _apart(self, received: Tensor, own: int) -> Sequence[Tensor]:
-        """The shards, one of each rank that has sent one; what came beside them is added up."""
-        if received.shape[1] > own:
-            assert self._along is not None
-            self.received = received[:, own:].contiguous().view(torch.float64).sum(0).view(self._along.shape)
-        return received[:, :own].unbind()
+        """The shards, one of each rank that has sent one, each of ``own`` elements."""
+        return received.unbind()
 
 
 def _other_torch(problem: str) -> ConfigError:

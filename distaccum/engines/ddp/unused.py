@@ -17,13 +17,13 @@ class NoneUnused:
     """No parameter may be left unused, and nobody looks; see :class:`UnusedParameters`."""
 
     looks = False
-    used: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+        """Of each parameter 1 if it was used here since the last step, else 0."""
 
     def close(self) -> None:
         """Nothing to remove."""
-
-    def take_up(self, used: Sequence[int]) -> None:
-        """Nothing to go on from."""
 
     def reset(self) -> None:
         """Nothing to forget."""
@@ -50,8 +50,9 @@ class UnusedParameters(NoneUnused):
     looks = True
 
     def __init__(self, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter] | None = None) -> None:
+        super().__init__()
         self._stepped = parameters if stepped is None else stepped
-        self._used = [0] * len(parameters)
+        self.used = [0] * len(parameters)
         self._hooks = [
             parameter.register_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
             for i, parameter in enumerate(parameters)
@@ -61,32 +62,23 @@ class UnusedParameters(NoneUnused):
         # None comes through a function of several outputs, of which the loss takes others: a post-accumulate hook is
         # called then, too, and cannot tell.
         if gradient is not None:
-            self._used[i] = 1
+            self.used[i] = 1
 
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    @property
-    def used(self) -> Sequence[int]:  # type: ignore[override]  # read only, here and there
-        """Of each parameter 1 if it was used here since the last step, else 0."""
-        return tuple(self._used)
-
-    def take_up(self, used: Sequence[int]) -> None:
-        """Goes on from :attr:`used`, of a part of the window that is not computed again; empty: of nothing."""
-        self._used = [*used] or [0] * len(self._stepped)
-
     def reset(self) -> None:
         """Forgets what was used, after a step or a dropped window."""
-        self._used = [0] * len(self._stepped)
+        self.used = [0] * len(self._stepped)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
         """Within the block a backward's parameters do not count as used."""
-        used = list(self._used)
+        used = list(self.used)
         yield
-        self._used = used
+        self.used = used
 
     @contextmanager
     def masked(self, world: World, *, needs_some: bool) -> Iterator[None]:
@@ -95,7 +87,7 @@ class UnusedParameters(NoneUnused):
         Raises:
             MisuseError: no rank used any, and ``needs_some``.
         """
-        anywhere = world.all_reduce_max_host(self._used)
+        anywhere = world.all_reduce_max_host(self.used)
         if needs_some and not any(anywhere):
             problem = "no loss of this window depends on a trained parameter, on any rank"
             raise MisuseError(f"{problem}: look for a detach(), a no_grad(), or a model that is not the accumulator's")

@@ -107,8 +107,6 @@ class ZeRO1:
         self,
         optimizers: Sequence[Optimizer],
         master: Callable[[nn.Parameter], Tensor | None] | None = None,
-        *,
-        gathers: bool = True,
     ) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
 
@@ -118,16 +116,25 @@ class ZeRO1:
         Args:
             optimizers: those of :meth:`partition`.
             master: of a parameter that another tensor is stepped for: that tensor, which every rank gets, too.
-            gathers: False: a rank keeps its own state alone, and nothing is sent.
         """
         error = sys.exc_info()[1]
         if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
             error = error.__cause__
         alone = error is not None and not isinstance(error, DistaccumError)
-        if alone and gathers:
+        if alone:
             _log.warning(
                 "closed while %s is handled: the optimizers have this rank's share of their state", repr(error)
             )
+        self._give_back(optimizers, master, alone=alone)
+
+    def _give_back(
+        self,
+        optimizers: Sequence[Optimizer],
+        master: Callable[[nn.Parameter], Tensor | None] | None,
+        *,
+        alone: bool,
+    ) -> None:
+        """See :meth:`restore`; ``alone`` a rank keeps its own state, and nothing is sent."""
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters
@@ -137,7 +144,6 @@ class ZeRO1:
                 for i, p in enumerate(held)
                 if owners[id(p)] == self._world.rank and p in optimizer.state
             }
-            alone = alone or not gathers
             for rank, given in enumerate([] if alone else self._world.all_gather_object(own)):
                 for i, state in given.items() if rank != self._world.rank else ():
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}

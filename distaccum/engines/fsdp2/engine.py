@@ -21,14 +21,13 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import Deal
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput
-from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import internals, wrap
 from distaccum.engines.fsdp2.blocks import OTHER_BLOCKS, BlockOrder, SkippedBlocks, Units
 from distaccum.engines.fsdp2.copies import Copies
 from distaccum.engines.fsdp2.probe import FSDP2Probe
 from distaccum.engines.fsdp2.shard_watch import ShardReads, ShardWatch, UsedParameters, reads_shards
-from distaccum.engines.fsdp2.tree_scatter import TreeReduceScatter, TreeSums, WholeNorms
+from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduceScatter, TreeSums, WholeNorms
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint

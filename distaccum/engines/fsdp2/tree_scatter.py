@@ -1,4 +1,4 @@
-"""FSDP2's reduction in the order of a summation tree: the same bits on any number of ranks."""
+"""FSDP2's reductions: in another number format than the gradients', or in the order of a summation tree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,47 @@ from torch import Tensor, nn
 
 from distaccum.data.plan.units import Deal, Node
 from distaccum.distributed.world import World
-from distaccum.engines.comm_hooks import ReduceScatterInDtype
 from distaccum.engines.fsdp2.internals import ShardedModel
 from distaccum.engines.modules import to_local
 from distaccum.engines.optimizer_step import norms_of
 from distaccum.engines.partial_sums import BlockClock, add_up
 from distaccum.errors import MisuseError
+
+# torch 2.13 gave it a new name, and warns of the old one.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ReduceScatterInDtype:
+    """A reduce-scatter for FSDP2: sends in ``dtype`` what is accumulated in a wider format; divides before it casts.
+
+    Args:
+        dtype: None: the input's own.
+        zero_contribution: while it is not empty, this rank adds zeros, whatever its input is.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, *, zero_contribution: Sequence[object] = ()) -> None:
+        self._dtype = dtype
+        self._zero_contribution = zero_contribution
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates FSDP2's input and output buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Fills ``output_tensor`` with this rank's part of the sum."""
+        assert not async_op
+        if self._zero_contribution:
+            input_tensor.zero_()
+        if self._dtype is None:
+            _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
+        sent = (input_tensor / group.size()).to(self._dtype)
+        received = torch.empty_like(output_tensor, dtype=self._dtype)
+        _reduce_scatter(received, sent, op=op, group=group)
+        output_tensor.copy_(received).mul_(group.size())
+
 
 # The norms of sharded gradients, each taken of the whole: the same bits on any number of ranks.
 

@@ -19,10 +19,10 @@ from distaccum.data.plan.units import UnitPlan, joined
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.ddp import resumable
+from distaccum.elastic.engine.tree import PartialWindow
 from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondDeal, run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
-from distaccum.engines.partial_sums import PartialWindow
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import SINGLE
