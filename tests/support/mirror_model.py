@@ -83,7 +83,7 @@ def _carried(window: int, shares: Shares) -> Carried:
     run = RunState(progress=Progress(window=window, step=window), position={}, wandb_id="", config={}, callbacks={})
     state = EngineState(model={}, optimizer={}, optimizer_values={})
     return Carried(
-        run=run, engine=state, shares=shares, average=None, tail=None, saved_step=0, evaluation=None, verified=True
+        run=run, engine=state, shares=shares, average=None, owed=None, saved_step=0, evaluation=None, verified=True
     )
 
 
