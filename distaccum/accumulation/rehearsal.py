@@ -254,9 +254,9 @@ class _Rehearsal:
             with engine.autocast():
                 total = self._loss(engine.model, moved)
             divided = normalize_loss(total, divisors, engine.gradient_divide_factor, own_counts=counts)
-            strangers = _Strangers(divided)
+            foreign = _ForeignGradients(divided)
             engine.backward(divided)
-            strangers.restore()
+            foreign.restore()
         self._wait()
         taken = perf_counter() - began
         engine.zero_gradients()
@@ -381,7 +381,7 @@ def _falls(trials: dict[int, Trial]) -> bool:
     return len(rates) > 2 and max(rates[-2:]) < _CLOSE * max(rates[:-2])  # noqa: PLR2004
 
 
-class _Strangers:
+class _ForeignGradients:
     """The gradients of learned tensors outside of the model, which a rehearsal must not change."""
 
     def __init__(self, loss: Tensor) -> None:

@@ -398,8 +398,8 @@ def _compare(
         problem = f"{type(loss).__name__} draws from NumPy's or Python's generators, which differ between ranks"
         raise MisuseError(f"{problem}: draw from torch's, which are the same on all of them")
     known = set(map(id, leaves))
-    if strangers := [leaf for leaf in leaves_of(total) if id(leaf) not in known]:
-        problem = f"{type(loss).__name__} depends on a learned tensor of shape {list(strangers[0].shape)}"
+    if foreign := [leaf for leaf in leaves_of(total) if id(leaf) not in known]:
+        problem = f"{type(loss).__name__} depends on a learned tensor of shape {list(foreign[0].shape)}"
         raise MisuseError(
             f"{problem} past its representations, which would get no gradient: make it a part of the model, and use it "
             "in represent(model, batch), as in a temperature that multiplies the representations"
