@@ -1,13 +1,13 @@
 """What a rank is doing now: a record that its loop writes, and that a thread beside it reads.
 
-Setting the phase is an attribute write and a look at who watches, so that the hot path may do it in every micro-step.
+Setting the phase is an attribute write and nothing else, so that the hot path may do it in every micro-step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Phase(StrEnum):
@@ -64,24 +64,32 @@ class Activity:
     """When the count's all-reduce returned."""
     arrived_at: float = 0.0
     """When this rank was ready for the gradient's reduction."""
+    phase: Phase = Phase.STARTING
     watcher: Watcher | None = None
-    """Who is told of every phase from now on; None: nobody."""
-    _phase: Phase = Phase.STARTING
+    """See :meth:`watch`."""
 
-    @property
-    def phase(self) -> Phase:
-        """The part of the run that the rank is in."""
-        return self._phase
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tells ``watcher`` of every phase from now on; None: nobody.
 
-    @phase.setter
-    def phase(self, phase: Phase) -> None:
-        self._phase = phase
-        if self.watcher is not None:
-            self.watcher.enter(phase)
+        While nobody watches, a phase stays an attribute write and no call: the class is another one meanwhile.
+        """
+        self.watcher = watcher
+        self.__class__ = Activity if watcher is None else _Watched
 
     def now(self) -> Place:
         """A copy for another thread."""
         return Place(self.window, self.step, self.phase, self.done)
+
+
+class _Watched(Activity):
+    """An activity whose phases somebody watches."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name == "phase" and self.watcher is not None:
+            self.watcher.enter(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -440,7 +440,7 @@ class Profiler(Part):
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         clock = DeviceClock(self._world.device) if self._world.device.type == "cuda" else HostClock()
         self._timeline = Timeline(clock, self._show)
-        self._world.activity.watcher = self._timeline
+        self._world.activity.watch(self._timeline)
         self._engine.hooks.add(self._timeline)
 
     def _stop(self) -> None:
@@ -448,7 +448,7 @@ class Profiler(Part):
         if self._world.activity.watcher is None:
             return
         assert self._timeline is not None
-        self._world.activity.watcher = None
+        self._world.activity.watch(None)
         self._engine.hooks.remove(self._timeline)
         self._show("")
         if self._world.device.type == "cuda":
