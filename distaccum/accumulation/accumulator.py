@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -352,7 +352,7 @@ class Accumulator:
         try:
             for planned in self._planned(loader):
                 window = fitting(planned, self.engine, self._counter.micro_batch)
-                if self._count and not any(window.counts.values()):
+                if self._count is not None and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
                 counted = True
@@ -446,7 +446,7 @@ class Accumulator:
                 ``count``.
         """
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
-        if window is not self._open or not self._count:
+        if window is not self._open or self._count is None:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         records = window.proof.records if window.proof else None
         second, by_micro_batch, run = None, None, loss
@@ -474,10 +474,7 @@ class Accumulator:
             report(outcome.grad_norm)
         self._stepped = None
         self.tracker.end_step(window.plain, outcome, by_micro_batch)
-        for after in self.engine.hooks.after_step:
-            after(window.plain)
-        self._open = None
-        window.mark_done()
+        self._end(window)
         return outcome
 
     def interrupted(self) -> tuple[Window, Outcome] | Window | None:
@@ -537,9 +534,11 @@ class Accumulator:
         If the loop over :meth:`windows` goes on, the window is skipped; if it is left, on all ranks, the next one
         begins with it.
         """
-        if self._open is not None:
-            self._give_up(self._open)
-        self._drop()
+        try:
+            if self._open is not None:
+                self._give_up(self._open)
+        finally:  # hooks of other windows' errors may raise in it
+            self._drop()
 
     def close(self, *, alone: bool = False) -> None:
         """Gives model, optimizer and scheduler back, which are then as any others: final, and for every rank.
@@ -560,14 +559,15 @@ class Accumulator:
             if self._lockstep.ran and not alone:
                 self._lockstep.check_replicas("close()")
         finally:
-            self._drop()
-            for close in self.engine.hooks.close:
-                close()
+            with ExitStack() as rest:  # the last one first; all of it, whatever a hook raises
+                for scheduler in self._schedulers:
+                    rest.callback(scheduler.release)
+                rest.callback(self.engine.close)
+                for close in reversed(self.engine.hooks.close):
+                    rest.callback(close)
+                self._closed = True
+                self._drop()
             self.engine.hooks = Hooks()
-            self.engine.close()
-            for scheduler in self._schedulers:
-                scheduler.release()
-            self._closed = True
 
     def mean_loss(self) -> float:
         """The last window's loss, each part averaged over its global count; a collective that reads the device."""
@@ -689,6 +689,8 @@ class Accumulator:
         sends = self.engine.give_up(window.plain.deal)
         if sends is None:
             return False
+        if window.steps:  # an error in the step itself, or of a hook, which all ranks have raised
+            return True
         if not sends and window.counts:  # they step, unless they call abandon() too
             for before in self.engine.hooks.before_step:
                 before(1.0)
@@ -710,6 +712,8 @@ class Accumulator:
             self._counter.tell(error)
 
     def _begin_step(self, _: float) -> None:
+        if self._open is not None:
+            self._open.steps = True
         try:
             self.tracker.begin_step()
         except (NonFiniteError, SpikeError, MisuseError):  # of the window before: this one can be run again
@@ -735,8 +739,18 @@ class Accumulator:
             self.engine.zero_gradients()
             outcome = sums.outcome(counts, None)
             self._verifier.window_dropped()
+        if given_up:
+            self._tell_ended(window)
+        else:
+            self.tracker.end_step(window, outcome)
+            self._end(begun)
+
+    def _end(self, window: OpenWindow) -> None:
+        """Ends a window that is noted: what a hook raises is no error of it, and it is not run again."""
+        self._open = None
+        window.mark_done()
+        self._tell_ended(window.plain)
+
+    def _tell_ended(self, window: Window) -> None:
         for after in self.engine.hooks.after_step:
             after(window)
-        if not given_up:
-            self.tracker.end_step(window, outcome)
-            self._open = None

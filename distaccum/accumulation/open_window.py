@@ -69,6 +69,8 @@ class OpenWindow:
         proof: GradientProof | None = None,
     ) -> None:
         self.proof = proof
+        self.steps = False
+        """Whether this rank has begun the window's step, where the other ranks are then, too."""
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
         self._failed = failed

@@ -111,7 +111,7 @@ class GlobalCounter:
 
     def micro_batch(self, batch: Any) -> MicroBatch:
         """The batch with its counts."""
-        return MicroBatch(batch, as_counts(self._count(batch)) if self._count else {})
+        return MicroBatch(batch, as_counts(self._count(batch)) if self._count is not None else {})
 
     def all_reduce(
         self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = (), *, error: Exception | None = None

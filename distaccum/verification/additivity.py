@@ -80,7 +80,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
     if batches is not None:
         try:
             steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
-            error, warning = _compare(engine, loss, count or loss.count, batches, steps)
+            error, warning = _compare(engine, loss, loss.count if count is None else count, batches, steps)
         except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
             if engine.facts.forward_communicates:
                 raise

@@ -110,15 +110,19 @@ class Verifier(WindowHook):
         Raises:
             VerificationError: the one before was to be verified, made no step, and left something else; on all ranks.
         """
-        due = self._since is None if self._when == FIRST else self._since is None or self._since >= int(self._when)
         self.proof = None
         if window.deal is not None and window.deal.begun_by_others:
             return  # what others have computed of it cannot be run again
-        if self._when != NEVER and due:
+        if self._due():
             self._skipped.check()
             self.proof = self.proof_of(window)
         if self._since is not None:
             self._since += 1
+
+    def _due(self) -> bool:
+        if self._when == NEVER:  # a window that the loop has had verified itself changes nothing
+            return False
+        return self._since is None or (self._when != FIRST and self._since >= int(self._when))
 
     def proof_of(self, window: Window) -> GradientProof:
         """The proof of a window that has not begun."""

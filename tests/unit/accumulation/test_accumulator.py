@@ -24,7 +24,9 @@ from torch.utils.data import (
 
 from distaccum import Accumulator
 from distaccum.config.engine import DDPConfig
+from distaccum.data.hooks import WindowHook
 from distaccum.data.prefetch import on_device
+from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
 
@@ -573,3 +575,97 @@ def test_frozen_batch_normalisation_is_not_warned_of(gloo_world: World) -> None:
         warnings.simplefilter("always")
         Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
     assert not caught
+
+
+class _Raises(WindowHook):
+    """Raises KeyError at an event, the second time."""
+
+    def __init__(self, event: str) -> None:
+        self._event, self._times, self.closed = event, 0, False
+
+    def _at(self, event: str) -> None:
+        self._times += event == self._event
+        if event == self._event and self._times > 1:
+            raise KeyError(event)
+
+    def before_step(self, divisor: float) -> None:
+        self._at("before_step")
+
+    def after_step(self, window: Window) -> None:
+        self._at("after_step")
+
+    def close(self) -> None:
+        self.closed = True
+        self._at("close")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("runs", [True, False], ids=["step", "accumulate"])
+@pytest.mark.parametrize("event", ["before_step", "after_step"])
+def test_a_window_that_a_hook_ends_is_left_once_and_trained_on_once(gloo_world: World, event: str, runs: bool) -> None:
+    def train(acc: Accumulator) -> None:
+        for window in acc.windows(DATA):
+            if runs:
+                acc.step(window, _loss)
+                continue
+            for micro in window:
+                with acc.accumulate():
+                    acc.backward(_loss(acc.model, micro.batch))
+
+    # Reproducible: its windows are given up as several ranks' are.
+    acc, plain = (_make(gloo_world, numerics="reproducible", virtual_ranks=2)[0] for _ in range(2))
+    hook = _Raises(event)
+    acc.add_hook(hook)
+    with pytest.raises(KeyError, match=event):
+        train(acc)
+    assert acc.progress.step == (1 if event == "before_step" else 2)
+    acc.abandon()  # the hook raises no more: the ranks have had that
+    acc.engine.hooks.remove(hook)
+    train(acc)
+    train(plain)
+    assert acc.progress == plain.progress
+    assert all(map(torch.equal, _weights(acc), _weights(plain)))
+
+
+def test_everything_is_given_back_where_a_hook_raises_in_close(gloo_world: World) -> None:
+    acc, optimizer = _make(gloo_world)
+    hooks = [_Raises("close"), _Raises("close")]
+    hooks[0]._times = 1
+    for hook in hooks:
+        acc.add_hook(hook)
+    _epoch(acc, DATA)
+    with pytest.raises(KeyError, match="close"):
+        acc.close()
+    assert hooks[1].closed
+    optimizer.step()
+    acc.close()
+
+
+def test_a_loop_goes_on_after_a_window_that_it_has_had_verified_alone(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world, verify="never")
+    for number, window in enumerate(acc.windows(DATA)):
+        if number == 0:
+            acc.verify(window, _loss)
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch))
+    assert acc.progress.step == 3
+    assert acc.verified
+
+
+def test_a_count_may_be_an_empty_container(gloo_world: World) -> None:
+    class Remembers(dict[int, int]):
+        def __call__(self, batch: Tensor) -> int:
+            return 0 if batch[0, 0] >= 8 else len(batch)
+
+    acc, _ = _make(gloo_world, count=Remembers())
+    for window in acc.windows(DATA):
+        acc.step(window, _loss)
+    assert (acc.progress.step, acc.progress.skipped) == (2, 1)
