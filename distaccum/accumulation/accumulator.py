@@ -655,7 +655,15 @@ class Accumulator:
         self._counter.know(names)
 
     def add_hook(self, hook: WindowHook) -> None:
-        """Has a hook look at every window from the next one on; on all ranks."""
+        """Has a hook look at every window from the next one on; between two windows, on all ranks.
+
+        Raises:
+            MisuseError: in the middle of a window, of which it would see a part; or it is no hook.
+        """
+        self._expect_no_window("add_hook()")
+        if not isinstance(hook, WindowHook):
+            kind = hook.__name__ if isinstance(hook, type) else type(hook).__name__
+            refuse(f"add_hook({kind})", "of no WindowHook", "inherit from WindowHook, and give an object of the class")
         self.engine.hooks.add(hook)
 
     def _expect_no_window(self, what: str, *, tells: bool = False) -> None:

@@ -634,6 +634,22 @@ def test_a_window_that_a_hook_ends_is_left_once_and_trained_on_once(gloo_world: 
     assert all(map(torch.equal, _weights(acc), _weights(plain)))
 
 
+def test_a_hook_is_added_between_two_windows(gloo_world: World) -> None:
+    acc, _ = _make(gloo_world)
+    wrong: Any = _Raises
+    with pytest.raises(MisuseError, match=r"add_hook\(_Raises\) of no WindowHook: inherit from WindowHook, and give"):
+        acc.add_hook(wrong)
+    for window in acc.windows(DATA):
+        with pytest.raises(MisuseError, match=r"add_hook\(\) between two micro-batches"):
+            acc.add_hook(_Raises("before_step"))
+        acc.step(window, _loss)
+        acc.add_hook(_Raises("close"))
+        break
+    acc.close()
+    with pytest.raises(MisuseError, match=r"add_hook\(\) after close\(\)"):
+        acc.add_hook(_Raises("close"))
+
+
 def test_everything_is_given_back_where_a_hook_raises_in_close(gloo_world: World) -> None:
     acc, optimizer = _make(gloo_world)
     hooks = [_Raises("close"), _Raises("close")]
