@@ -131,21 +131,24 @@ def test_a_loss_that_leaves_a_parameter_out_is_refused_on_all_ranks() -> None:
 
 
 def _calls(world: World, *, elastic: bool) -> int:
-    """The frames that Python enters in the last window."""
+    """The frames that Python enters in a window, without those of waiting: the least of several windows."""
     acc = accumulator(world, numerics="reproducible", elastic=elastic)
-    calls = 0
+    found, calls = [], 0
 
     def note(_: object, event: str, __: object) -> None:
         nonlocal calls
         calls += event == "call"
 
-    for window in acc.windows(MapWindowLoader(SAMPLES, plan_of(world, "reproducible"), world, seed=3)):
-        calls = 0
-        sys.setprofile(note)
-        acc.step(window, LOSS)
-        sys.setprofile(None)
+    loader = MapWindowLoader(SAMPLES, plan_of(world, "reproducible"), world, seed=3)
+    for _ in range(10):
+        for window in acc.windows(loader):
+            calls = 0
+            sys.setprofile(note)
+            acc.step(window, LOSS)
+            sys.setprofile(None)
+            found.append(calls)
     acc.close()
-    return calls
+    return min(found)
 
 
 @pytest.mark.usefixtures("_deterministic")
