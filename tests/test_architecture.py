@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,9 @@ def test_every_room_has_its_place_and_says_what_lives_there() -> None:
     said = {NAMES[room]: ast.get_docstring(_tree(room)) or "" for room in rooms}
     # What lives here, what it may import, where to begin.
     assert not [name for name, text in said.items() if len(text.splitlines()) < 3 or "Begin with" not in text]
+    for room in rooms:
+        named = set(re.findall(r"``([\w/]+\.py)``", ast.get_docstring(_tree(room)) or "")) - {"conftest.py"}  # a user's
+        assert not [name for name in named if not any(room.parent.rglob(name)) and not (PACKAGE / name).exists()]
 
 
 LIBRARIES = {

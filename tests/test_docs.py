@@ -9,16 +9,24 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from distaccum.config.precision import ALIASES
 from distaccum.data.datasets.lines import lines
+from distaccum.distributed.world import World
+from distaccum.engines.optimizer_step import StepOptions
+from distaccum.precision.policy import FP32
 from distaccum.program import commands
 from distaccum.tools.settings import settings
 from launch.docs import json_schema
@@ -663,3 +671,57 @@ def test_the_messages_to_look_up_are_those_of_the_code() -> None:
     assert len(quoted) >= 20
     said = "\n".join(text for file in (ROOT / "distaccum").rglob("*.py") for text in _literals(file))
     assert [quote for quote in quoted if quote.strip(". ") not in said] == []
+
+
+def test_the_engine_that_the_page_begins_steps_as_torch_does() -> None:
+    """With what the page leaves out filled in for one process."""
+    (begun,) = [block for block in blocks("docs/engines.md") if "class MyEngine" in block.text]
+    namespace: dict[str, Any] = {}
+    exec(begun.text, namespace)  # noqa: S102
+
+    class Whole(namespace["MyEngine"]):  # type: ignore[misc]
+        def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+            world = World(rank=0, size=1, device=torch.device("cpu"))
+            super().__init__(model, optimizers, world, policy=FP32, options=StepOptions())
+            self._whole = model
+
+        @property
+        def model(self) -> nn.Module:
+            return self._whole
+
+        def describe(self) -> str:
+            return "whole"
+
+        def micro_step(self, *, sync: bool) -> Any:
+            super().micro_step(sync=sync)
+            return nullcontext()
+
+        def shadow_micro_step(self, *, sync: bool = True) -> None:
+            pass
+
+        def zero_gradients(self) -> None:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            self._close_window()
+
+        def state(self) -> Any:
+            raise AssertionError
+
+        def load_state(self, state: Any) -> None:
+            raise AssertionError
+
+    torch.manual_seed(0)
+    trained = nn.Linear(3, 1)
+    plain = deepcopy(trained)
+    engine = Whole(trained, torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        batch = torch.randn(4, 3)
+        for part in batch.split(2):
+            with engine.micro_step(sync=True):
+                engine.backward(engine.model(part).square().sum() / 4)
+        assert engine.step().applied
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(trained.weight, plain.weight)

@@ -76,6 +76,8 @@ class Loop:
         parts: called in this order; the same on every rank.
     """
 
+    # ``passes``, ``may_be_saved``, ``pay`` and ``tell`` are what the loop of elastic runs has otherwise.
+
     passes: tuple[type[BaseException], ...] = ()
     """Errors that leave :meth:`fit` as they are: nothing is rescued and nothing is written."""
 
@@ -216,8 +218,8 @@ class Loop:
         else:
             self.tell("on_skip", lambda part: part.on_skip(self, done))
 
-    def tell(self, _: str, call: Callable[[Part], None]) -> None:
-        """Calls a method of every part, of this name."""
+    def tell(self, name: str, call: Callable[[Part], None]) -> None:
+        """Calls the parts' method ``name``, of every part."""
         for part in self.parts:
             call(part)
 
