@@ -117,7 +117,7 @@ class Cluster:
         self._launch("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
         for node in NODES:
             self.start_node(node)
-        self._await(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 30, "the nodes to come up")
+        self._await(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 120, "the nodes to come up")
 
     def _start_munge(self) -> None:
         key, log = self.folder / "munge.key", self.folder / "munge.log"
@@ -135,7 +135,7 @@ class Cluster:
             f"--log-file={log}",
             *files,
         )
-        self._await(address.exists, 10, "munged")
+        self._await(address.exists, 60, "munged")
 
     def start_node(self, node: str) -> None:
         """Starts the node's slurmd, as after a reboot; see :meth:`await_node`."""
