@@ -88,7 +88,9 @@ class ElasticLoop(Loop):
             super().pay(replace(self._owed, progress=self.progress))
             self._owed = None
         elif "on_checkpoint" in self._told:  # of a save that no window is owed, as the last one
-            self._checkpoints.save(self, best=self._checkpoints.improves(self, known=self.may_be_saved))
+            self._checkpoints.save(
+                self, best=self._checkpoints.improves(self, self.progress.step, known=self.may_be_saved)
+            )
         if self._ends is not None:
             raise self._ends
 

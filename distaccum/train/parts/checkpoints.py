@@ -92,8 +92,9 @@ class Checkpoints(Part):
 
     def on_update(self, run: Loop, done: Done) -> None:
         """Saves, if that is due, or if the evaluation after this update is the best so far."""
-        best = self.improves(run, known=run.may_be_saved)
-        if best or self.due(done.progress.step):
+        step = done.progress.step
+        best = self.improves(run, step, known=run.may_be_saved)
+        if best or self.due(step):
             self.save(run, best=best)
 
     def between_windows(self, run: Loop) -> None:
@@ -113,7 +114,7 @@ class Checkpoints(Part):
     def ends(self, run: Loop) -> None:
         """Saves the last update, unless that is done; its evaluation may be the best one."""
         known = run.may_be_saved and (run.unlogged is not None or self.saved_step != run.progress.step)
-        self._save_last(run, best=self.improves(run, known=known))
+        self._save_last(run, best=self.improves(run, run.progress.step, known=known))
 
     def fails(self, run: Loop, error: BaseException) -> None:
         """What is being saved in the background is published."""
@@ -160,12 +161,11 @@ class Checkpoints(Part):
         """The save in the background that is not settled yet; the same on every rank."""
         return self._background if self._background is not None and self._background.pending else None
 
-    def improves(self, run: Loop, *, known: bool) -> bool:
-        """Whether this step is to be ``checkpoint.best``, by its evaluation, which is the same on every rank.
+    def improves(self, run: Loop, step: int, *, known: bool) -> bool:
+        """Whether ``step`` is to be ``checkpoint.best``, by its evaluation, which is the same on every rank.
 
         It is that already where it is ``known`` to a group of ranks before.
         """
-        step = run.progress.step
         found = run.results_of(step)
         return found is not None and (self._best.improves(found) or (known and self._best.is_of(step, found)))
 

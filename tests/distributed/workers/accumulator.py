@@ -90,7 +90,7 @@ def run(name: str, world: World) -> dict[str, Any]:
     train(resumed, 2, len(SIZES))
     found["resumed"] = weights(resumed)
     model = resumed.engine.unwrapped_model
-    used = resumed._optimizers[0]
+    (used,) = resumed.engine.optimizers
     resumed.close()
     if name == "zero1":
         found["used optimizer"] = refusal(lambda: Accumulator(model, used, **second).close())
