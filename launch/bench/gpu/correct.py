@@ -84,7 +84,7 @@ def precisions(device: torch.device) -> list[str]:
     found = []
     for name in window.COMPUTE:
         try:
-            hardware.check(PrecisionPolicy.of(PrecisionConfig(name=name)), device)
+            hardware.check(PrecisionPolicy.of(PrecisionConfig(name=name)), hardware.gpu_of(device))
         except ConfigError as error:
             print(error, flush=True)  # noqa: T201  to the log
         else:

@@ -83,7 +83,7 @@ def _run(world: World, data: DataSpec) -> tuple[list[Tensor], set[tuple[int, ...
     model, shapes, gradients = _model(), set[tuple[int, ...]](), list[Tensor]()
     model.register_forward_pre_hook(lambda _, inputs: shapes.add(tuple(inputs[0].shape)))
     acc = _make(world, model, count=CrossEntropy().count, verify="never")
-    (optimizer,) = acc._optimizers
+    (optimizer,) = acc.engine.optimizers
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat([p.grad.clone() for p in parameters])))
     for window in acc.windows(data):
