@@ -217,7 +217,7 @@ class Accumulator:
             self._verifier,
         )
         # On one rank, with nothing left to divide by, a foreign gradient is right without the engine, too.
-        if not (world.size == 1 and own.count and engine.loss_scale is None):
+        if not (world.size == 1 and own.count is not None and engine.loss_scale is None):
             engine.hooks.add(ForeignParameters(engine))
 
     @property

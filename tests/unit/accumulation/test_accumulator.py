@@ -685,3 +685,21 @@ def test_a_count_may_be_an_empty_container(gloo_world: World) -> None:
     for window in acc.windows(DATA):
         acc.step(window, _loss)
     assert (acc.progress.step, acc.progress.skipped) == (2, 1)
+
+
+def test_on_one_rank_a_learned_tensor_beside_the_model_is_exact_whatever_counts(gloo_world: World) -> None:
+    class Remembers(dict[int, int]):
+        def __call__(self, batch: Tensor) -> int:
+            return len(batch)
+
+    temperature = torch.ones((), requires_grad=True)
+    beside = torch.optim.SGD([temperature], lr=0.1)
+    acc, _ = _make(gloo_world, count=Remembers())
+    for window in acc.windows(DATA):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(_loss(acc.model, micro.batch) * temperature)
+        beside.step()
+        beside.zero_grad()
+    assert acc.progress.step == 3
+    assert temperature.item() != 1.0
