@@ -346,24 +346,31 @@ class DDPEngine(Engine):
         self._reducer.give_up()
         with self._unused_ignored():
             if self._reduction.running:
-                self._end_interrupted()
+                sends = self._end_interrupted()
             else:
                 self._drop_gradients()
                 if sends:
                     self._reduction.join(nan)
-                else:
-                    torch._foreach_add_([view for view in self._views if view is not None], nan)
+        if not sends:
+            torch._foreach_add_([view for view in self._views if view is not None], nan)
         self._reduced = True
         self._watch.note()
         return sends
 
-    def _end_interrupted(self) -> None:
-        """Ends a reduction in whose backward an error was raised: the other ranks wait for the rest, and get NaN."""
+    def _end_interrupted(self) -> bool:
+        """Ends a reduction in whose backward an error was raised: the other ranks wait for the rest, and get NaN.
+
+        Returns:
+            Whether there was a rest: of a signal's handler an error comes when the backward has waited for them.
+        """
         unreached = self._reduction.unreached()
         if unreached:
             self._reduction.complete(unreached, nan)
-        else:  # the error came before DDP knew of a parameter
+        elif self._watch.unchanged:  # the error came before DDP knew of a parameter
             self._reduction.join(nan)
+        else:
+            return False
+        return True
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""

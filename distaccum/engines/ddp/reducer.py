@@ -201,8 +201,8 @@ class Reduction:
 
     def backward(self, loss: Tensor) -> None:
         """The backward of ``loss``, which reduces; :meth:`unreached` tells whether it has reduced everything."""
-        self._reducer.prepare_for_backward([loss])
         self.running = True
+        self._reducer.prepare_for_backward([loss])
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:

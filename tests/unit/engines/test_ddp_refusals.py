@@ -424,6 +424,47 @@ def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
 
+class BreaksLate(torch.autograd.Function):
+    """Raises once the backward, and DDP's reduction in it, are through: as a signal's handler does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        later = torch.autograd.Variable._execution_engine.queue_callback
+
+        def breaks() -> None:
+            raise KeyError
+
+        later(lambda: later(breaks))  # after DDP's own
+        return gradient
+
+
+@pytest.mark.parametrize("config", ENGINES)
+def test_an_error_after_the_reduction_reduces_nothing_again(config: type[DDPConfig]) -> None:
+    """The other ranks have their gradient, and go on: they would meet that reduction in their next collective."""
+
+    def program(world: World) -> Weights:
+        acc = _accumulator(Plain(), world, config())
+        breaking: Any = BreaksLate
+        window = next(iter(acc.windows(list(DATA))))
+        for i, micro in enumerate(window):
+            last = i == len(window) - 1
+            with suppress(KeyError) if last else nullcontext(), acc.accumulate():
+                loss = acc.model(micro.batch).square().sum()
+                acc.backward(breaking.apply(loss) if last and world.rank == 0 else loss)
+                if last:
+                    raise KeyError
+            if last:
+                break
+        acc.abandon()
+        return _train(acc, list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
 def _clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
