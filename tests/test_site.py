@@ -199,7 +199,7 @@ SHOWN_BY = {
     ),
     "trackers": ("distributed/test_trackers.py::test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once",),
     "texts of a language model at evaluations": (
-        "unit/train/test_generation.py::test_the_same_weights_give_the_same_texts_on_any_number_of_ranks",
+        "tools/test_texts.py::test_the_same_weights_give_the_same_texts_on_any_number_of_ranks",
     ),
     "profiler": ("distributed/test_profiles.py::test_each_engine_is_profiled_and_trains_the_same",),
     "a page of a run's curves, without a server": (

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,17 +31,20 @@ from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.engines import compiled
+from distaccum.engines.base import Engine
 from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.train import adapters, determinism, ema, generation, packing
+from distaccum.program import TEXTS, load
+from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
-from distaccum.train.generation import Prompts
 from distaccum.train.packing import check_padding
 from distaccum.train.sweeps import check_of_records, names_of
+
+Texts: TypeAlias = Callable[[Engine], list[dict[str, str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +78,10 @@ class Stated:
     device: torch.device
 
     @cached_property
-    def prompts(self) -> Prompts | None:
-        """What the texts of an evaluation begin with."""
-        return generation.prepare(self.data, self.model, self.config)
+    def texts(self) -> Texts | None:
+        """What writes texts at an evaluation; None where none are asked for."""
+        texts: Texts | None = load(TEXTS)(self.data, self.model, self.config) if self.config.eval.samples else None
+        return texts
 
     @cached_property
     def most_ahead(self) -> int | None:
@@ -435,7 +439,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_groups(run.config, run.optimizers),
     lambda run: check_optimizers(run.optimizers),
     lambda run: check_weights(run.config, run.model),
-    lambda run: run.prompts,
+    lambda run: run.texts,
     lambda run: run.most_ahead,
 )
 """Every check of a run, in order: each may rely on those before it."""

@@ -38,10 +38,9 @@ from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.train import adapters, determinism, packing
 from distaccum.train.callbacks import Callback
-from distaccum.train.checks import CHECKS, Stated, check_optimizers, loading_of
+from distaccum.train.checks import CHECKS, Stated, Texts, check_optimizers, loading_of
 from distaccum.train.config_diff import structure
 from distaccum.train.evaluate import EvaluationMetric
-from distaccum.train.generation import Prompts
 from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers, group_sizes
@@ -73,7 +72,7 @@ class TrainingComponents:
     callbacks: Sequence[Callback]
     metrics: Mapping[str, EvaluationMetric]
     loggers: Sequence[Logger] = ()
-    prompts: Prompts | None = None
+    texts: Texts | None = None
     engine: EngineContext
     device: torch.device
     total_steps: int
@@ -216,7 +215,7 @@ def build_components(
         callbacks=everyone,
         metrics=stated.metrics,
         loggers=loggers,
-        prompts=stated.prompts,
+        texts=stated.texts,
         engine=engine,
         device=device,
         total_steps=stated.total_steps,

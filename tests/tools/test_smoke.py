@@ -16,6 +16,7 @@ COMMAND = ROOT / "distaccum" / "__main__.py"
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools") / "run"
     settings = (*TINY, *QUIET, "trainer.max_steps=3", "checkpoint.every=3", "metrics.windows=true")
+    settings += ("trainer.eval_every=3", "eval.samples=1", "eval.prompt_tokens=4", "eval.max_new_tokens=2")
     succeed(*settings, f"hydra.run.dir={folder}", world=2)
     return folder
 
@@ -34,6 +35,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_answers_of_a_run(arguments: list[str], says: str, run_dir: Path) -> None:
     given = [word.replace("RUN", str(run_dir)) for word in arguments]
     assert says in succeed(*given, script=COMMAND, cwd=run_dir.parent).stdout
+
+
+def test_a_run_writes_texts_at_its_evaluation(run_dir: Path) -> None:
+    *before, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert [one.keys() for one in last["eval_texts"]] == [{"prompt", "text"}]
+    assert not any("eval_texts" in record for record in before)
 
 
 def test_the_forecast_is_of_the_run_that_is_described(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, shorten
 from distaccum.train import ema
 from distaccum.train.evaluate import Evaluation, evaluates
-from distaccum.train.generation import texts_writer
+from distaccum.train.metrics.loggers import TEXTS
 from distaccum.train.parts.base import Done, Part
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class Evaluations(Part):
             metrics=components.metrics,
             seed=components.config.seed,
         )
-        self._write_texts = texts_writer(run.accumulator.engine, components.prompts, components.config.eval)
 
     def due(self, step: int) -> bool:
         """So is one after the last update."""
@@ -72,7 +71,8 @@ class Evaluations(Part):
             with ema.evaluated(self._components.callbacks):
                 found = run.results_of(step)  # another group of ranks may have made it
                 found = self._evaluation.run() if found is None else found
-                texts = self._write_texts()
+                write = self._components.texts
+                texts = {} if write is None else {TEXTS: write(self._accumulator.engine)}
             if twice := found.keys() & texts.keys():
                 problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
                 raise MisuseError(f"{problem}: give the metric or the score another name")

@@ -20,7 +20,6 @@ from distaccum.distributed.random import RNGState, keys_of
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
 from distaccum.train.evaluate import evaluates
-from distaccum.train.metrics.loggers import TEXTS
 
 _KEY = "eval.samples"
 
@@ -33,11 +32,11 @@ class Prompts:
     tokenizer: Tokenizer
 
 
-def prepare(data: DataSpec, model: nn.Module, config: RunConfig) -> Prompts | None:
-    """The prompts; None where no texts are asked for.
+def writer(data: DataSpec, model: nn.Module, config: RunConfig) -> Texts:
+    """What writes the texts of a run that asks for some.
 
     Args:
-        data: of the run; held-out samples are read where no prompts are given.
+        data: held-out samples are read where no prompts are given.
         model: not wrapped yet; no forward is run.
         config: of the run.
 
@@ -46,8 +45,6 @@ def prepare(data: DataSpec, model: nn.Module, config: RunConfig) -> Prompts | No
             tokens, ids that the model has not, or is too long with what follows.
     """
     settings = config.eval
-    if not settings.samples:
-        return None
     if not evaluates(data, config):
         remedy = "Hold data out and set eval_every, or leave it at 0"
         raise ConfigError(_KEY, settings.samples, "the run has no evaluation", remedy)
@@ -76,11 +73,11 @@ def prepare(data: DataSpec, model: nn.Module, config: RunConfig) -> Prompts | No
         if longest is not None and len(one) + settings.max_new_tokens > longest:
             problem = f"with {len(one)} tokens of text {number} before them, and the model takes {longest} at most"
             raise ConfigError("eval.max_new_tokens", settings.max_new_tokens, problem, "Ask for fewer, or prompt less")
-    return Prompts(ids=ids, tokenizer=tokenizer)
+    return Texts(Prompts(ids=ids, tokenizer=tokenizer), settings)
 
 
-class Generation:
-    """Writes the texts of a run.
+class Texts:
+    """Writes the texts of a run, at each of its evaluations.
 
     Each text is written by itself, by forwards of the same shape on every rank and with random numbers of its own, so
     that the same weights give the same texts on any number of ranks. All ranks write all of them, and always
@@ -88,21 +85,19 @@ class Generation:
     compiled run without it, as every forward has a shape of its own.
 
     Args:
-        engine: has the model.
         prompts: of each text.
         settings: of the run.
     """
 
-    def __init__(self, engine: Engine, prompts: Prompts, settings: EvalConfig) -> None:
-        self._engine, self._prompts, self._settings = engine, prompts, settings
+    def __init__(self, prompts: Prompts, settings: EvalConfig) -> None:
+        self._prompts, self._settings = prompts, settings
 
     @torch.no_grad()
-    def run(self) -> list[dict[str, str]]:
-        """``prompt`` and ``text``, which follows it, of each; a collective where a forward is one.
+    def __call__(self, engine: Engine) -> list[dict[str, str]]:
+        """``prompt`` and ``text``, which the engine's model writes after it, of each; a collective if a forward is one.
 
         The random numbers of the training, the modes of modules and their buffers are left as they were.
         """
-        engine = self._engine
         model = engine.unwrapped_model
         generators = RNGState.capture(engine.device)
         modes = [(module, module.training) for module in model.modules()]
@@ -110,32 +105,22 @@ class Generation:
         eager = nullcontext() if engine.compiled is None else torch.compiler.set_stance("force_eager")
         try:
             with eager, _same_buffers(model), engine.autocast():
-                return [self._text(i, ids) for i, ids in enumerate(self._prompts.ids)]
+                return [self._text(engine, i, ids) for i, ids in enumerate(self._prompts.ids)]
         finally:
             for module, training in modes:
                 module.training = training
             generators.restore()
 
-    def _text(self, number: int, begin: Sequence[int]) -> dict[str, str]:
+    def _text(self, engine: Engine, number: int, begin: Sequence[int]) -> dict[str, str]:
         settings, tokenizer = self._settings, self._prompts.tokenizer
         torch.manual_seed(keys_of([number], "texts", 0)[0])
-        ids = torch.tensor([list(begin)], device=self._engine.device)
-        made = _generate(self._engine.unwrapped_model, ids, settings)
+        ids = torch.tensor([list(begin)], device=engine.device)
+        made = _generate(engine.unwrapped_model, ids, settings)
         new: list[int] = made[0, len(begin) :].tolist()  # host read: the text
         end = getattr(tokenizer, "eos_token_id", None)
         if end in new:
             new = new[: new.index(end)]
         return {"prompt": tokenizer.decode(list(begin)), "text": tokenizer.decode(new)}
-
-
-def texts_writer(
-    engine: Engine, prompts: Prompts | None, settings: EvalConfig
-) -> Callable[[], dict[str, list[dict[str, str]]]]:
-    """Writes the texts of a run, and gives them as a record has them; without ``prompts`` there are none."""
-    if prompts is None:
-        return dict
-    generation = Generation(engine, prompts, settings)
-    return lambda: {TEXTS: generation.run()}
 
 
 def _generate(model: Any, ids: Tensor, settings: EvalConfig) -> Tensor:

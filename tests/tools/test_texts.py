@@ -21,7 +21,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.transformers import CausalLM
 from distaccum.models.gpt import GPT
-from distaccum.train.generation import Generation, Prompts
+from distaccum.tools.texts import Prompts, Texts
 from distaccum.train.metrics.console import _line
 from tests.support.threads import run_ranks
 
@@ -167,7 +167,7 @@ def test_the_same_weights_give_the_same_texts_on_any_number_of_ranks(engine: Eng
         acc = Accumulator(
             model, optimizer, global_batch_size=2, micro_batch_size=1, count=len, engine=engine, world=world
         )
-        return Generation(acc.engine, prompts, settings).run()
+        return Texts(prompts, settings)(acc.engine)
 
     copies = {size: [_gpt() for _ in range(size)] for size in (1, 2)}
     alone, (first, second) = run_ranks(1, write)[0], run_ranks(2, write)
