@@ -56,7 +56,7 @@ _HOMES = {
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",
     "audit": "distaccum.tools.audit.session",
-    "diagnose": "distaccum.accumulation.diagnose",
+    "diagnose": "distaccum.tools.diagnose",
     "from_deepspeed_json": "distaccum.tools.from_deepspeed",
 }
 __all__ = ["functional", *_HOMES]  # noqa: PLE0604  the names of the table, in its order

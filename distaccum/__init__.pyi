@@ -2,7 +2,6 @@
 
 from distaccum import functional as functional
 from distaccum.accumulation.accumulator import Accumulator as Accumulator
-from distaccum.accumulation.diagnose import diagnose as diagnose
 from distaccum.config.batch import BatchConfig as BatchConfig
 from distaccum.config.compile import CompileConfig as CompileConfig
 from distaccum.config.engine import DDPConfig as DDPConfig
@@ -41,6 +40,7 @@ from distaccum.losses.transformers import MaskedLM as MaskedLM
 from distaccum.losses.transformers import SequenceClassification as SequenceClassification
 from distaccum.precision.scaler import LossScaler as LossScaler
 from distaccum.tools.audit.session import audit as audit
+from distaccum.tools.diagnose import diagnose as diagnose
 from distaccum.tools.from_deepspeed import from_deepspeed_json as from_deepspeed_json
 from distaccum.train.callbacks import Callback as Callback
 from distaccum.train.callbacks import EarlyStopping as EarlyStopping

@@ -19,7 +19,7 @@ from distaccum.accumulation.batch_norm import expect_repeats, warn_of_batch_stat
 from distaccum.accumulation.foreign_parameters import ForeignParameters
 from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory
 from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
-from distaccum.accumulation.open_window import OpenWindow, Phase, refuse
+from distaccum.accumulation.open_window import NoWindow, OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.restart import Restarting, check_marks, fitting
 from distaccum.accumulation.schedulers import EvaluationWeights, OwnedScheduler, check_schedulers
@@ -108,7 +108,6 @@ class Accumulator:
     """
 
     _stepped: tuple[Window, Outcome, Loss | None] | None = None  # not noted yet
-    _open: OpenWindow | None = None
 
     def __init__(
         self,
@@ -157,12 +156,17 @@ class Accumulator:
 
     def _start(self, own: AccumulatorSettings, engine: Engine, weights: EvaluationWeights) -> None:
         self.world, self.engine, self._evaluation_weights = engine.world, engine, weights
+        self._open: OpenWindow | NoWindow = NoWindow()
         try:
-            weights.attach(engine, lambda: self._in_window)
+            weights.attach(engine, lambda: self._open.is_open)
         except ConfigError:
             engine.close()
             raise
-        self._count, self._prefetch, self._restarting = own.count, own.prefetch, Restarting(engine)
+        self._prefetch, self._restarting, self._counts_beforehand = (
+            own.prefetch,
+            Restarting(engine),
+            own.counts_beforehand,
+        )
         self._schedulers = [OwnedScheduler(one) for one in own.schedulers]
         self._counter = engine.facts.numerics.counter(self.world, own.count)
         self._loader_factory = LoaderFactory(
@@ -217,18 +221,8 @@ class Accumulator:
             self._verifier,
         )
         # On one rank, with nothing left to divide by, a foreign gradient is right without the engine, too.
-        if not (world.size == 1 and own.count is not None and engine.loss_scale is None):
+        if not (world.size == 1 and own.counts_beforehand and engine.loss_scale is None):
             engine.hooks.add(ForeignParameters(engine))
-
-    @property
-    def _in_window(self) -> bool:
-        return self._open is not None
-
-    def _current(self, what: str) -> OpenWindow:
-        """The window that is open; raises MisuseError where ``what`` is called outside of one."""
-        if self._open is None:
-            refuse(what, "outside a window", "loop over acc.windows(...)")
-        return self._open
 
     @property
     def model(self) -> nn.Module:
@@ -352,7 +346,7 @@ class Accumulator:
         try:
             for planned in self._planned(loader):
                 window = fitting(planned, self.engine, self._counter.micro_batch)
-                if self._count is not None and not any(window.counts.values()):
+                if self._counts_beforehand and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
                 counted = True
@@ -410,7 +404,7 @@ class Accumulator:
 
     def accumulate(self) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; the last one of a window ends with the step."""
-        return self._current("accumulate()")
+        return self._open.current("accumulate()")
 
     def backward(
         self, loss: LossSum, num_items: float | Tensor | Counts | None = None, *, reduction: str = "sum"
@@ -428,7 +422,7 @@ class Accumulator:
             MisuseError: called twice for a micro-batch or outside :meth:`accumulate`, without a count, or with another
                 count than the one beforehand; or a mean of several losses.
         """
-        window = self._current("backward()")
+        window = self._open.current("backward()")
         if reduction != "sum":
             require_choice("reduction", reduction, ("sum", "mean"))
             if isinstance(loss, Mapping) or isinstance(num_items, Mapping):
@@ -446,7 +440,7 @@ class Accumulator:
                 ``count``.
         """
         window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
-        if window is not self._open or self._count is None:
+        if window is not self._open or not self._counts_beforehand:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
         records = window.proof.records if window.proof else None
         second, by_micro_batch, run = None, None, loss
@@ -485,9 +479,9 @@ class Accumulator:
         if self._stepped:
             window, outcome, _ = stepped = self._stepped
             self.tracker.end_step(*stepped)
-            self._stepped = self._open = None
+            self._stepped, self._open = None, NoWindow()
             return window, outcome
-        return self._open.plain if self._open is not None else None
+        return self._open.plain
 
     def run_windows_by(self, run: Callable[..., Outcome]) -> None:
         """Has :meth:`step` run a window by this function, in place of ``step.run_window``."""
@@ -535,7 +529,7 @@ class Accumulator:
         begins with it.
         """
         try:
-            if self._open is not None:
+            if self._open.is_open:
                 self._give_up(self._open)
         finally:  # hooks of other windows' errors may raise in it
             self._drop()
@@ -553,7 +547,7 @@ class Accumulator:
         """
         if self._closed:
             return
-        alone = alone or self._in_window or self._abandoned or sys.exc_info()[0] is not None
+        alone = alone or self._open.is_open or self._abandoned or sys.exc_info()[0] is not None
         self.tracker.resolve_last_step()  # the schedulers include the last window
         try:
             if self._lockstep.ran and not alone:
@@ -670,23 +664,16 @@ class Accumulator:
         """Raises MisuseError where a window is open; where it ``tells``, the other ranks learn of it."""
         if self._closed:
             refuse(what, "after close()", "make a new Accumulator")
-        if self._open is None:
-            return
-        try:
-            refuse(what, self._open.phase.value, "run every micro-batch of a window before")
-        except MisuseError as error:
-            if tells:
-                self._fail(error)
-            raise
+        self._open.expect_none(what, tells=tells)
 
     def _drop(self) -> None:
         """Drops the current window, on this rank."""
         self.engine.zero_gradients()
         for drop in self.engine.hooks.window_dropped:
             drop()
-        if self._open is not None:
+        if self._open.is_open:
             self._open.drop()
-            self._open, self._abandoned = None, True
+            self._open, self._abandoned = NoWindow(), True
 
     def _give_up(self, window: OpenWindow) -> bool:
         """Takes part in the rest of a window, which no rank then steps on, for the sake of those that have run it.
@@ -710,7 +697,7 @@ class Accumulator:
 
     def _fail(self, error: MisuseError) -> None:
         """Tells the other ranks of an error that this one is about to raise, and that they may not have."""
-        if self._open is None:
+        if not self._open.is_open:
             return
         alone = True
         with suppress(DistaccumError):
@@ -720,8 +707,7 @@ class Accumulator:
             self._counter.tell(error)
 
     def _begin_step(self, _: float) -> None:
-        if self._open is not None:
-            self._open.steps = True
+        self._open.steps = True
         try:
             self.tracker.begin_step()
         except (NonFiniteError, SpikeError, MisuseError):  # of the window before: this one can be run again
@@ -730,7 +716,7 @@ class Accumulator:
 
     def _finish(self, sums: LossSums, late_count: float | Tensor, *, given_up: bool = False) -> None:
         """Makes the step of a window that was run micro-batch by micro-batch; none where a rank has given it up."""
-        begun = self._current("the step")
+        begun = self._open.current("the step")
         window, counts, divisor = begun.plain, begun.counts, 1.0
         if not counts:  # reads the device once, if the loop counted there
             own = float(late_count)
@@ -755,7 +741,7 @@ class Accumulator:
 
     def _end(self, window: OpenWindow) -> None:
         """Ends a window that is noted: what a hook raises is no error of it, and it is not run again."""
-        self._open = None
+        self._open = NoWindow()
         window.mark_done()
         self._tell_ended(window.plain)
 

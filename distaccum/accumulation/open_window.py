@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -55,6 +55,8 @@ class OpenWindow:
         ranks: that share the window.
         proof: of the window's gradient, which notes what runs; None where it is not verified.
     """
+
+    is_open: Literal[True] = True
 
     def __init__(
         self,
@@ -199,6 +201,19 @@ class OpenWindow:
         if self.phase is not phase:
             refuse(what, self.phase.value, remedy)
 
+    def current(self, what: str) -> OpenWindow:
+        """This window, for ``what`` is called in one."""
+        return self
+
+    def expect_none(self, what: str, *, tells: bool) -> NoReturn:
+        """Raises MisuseError: ``what`` is called between two windows; where it ``tells``, other ranks learn of it."""
+        try:
+            refuse(what, self.phase.value, "run every micro-batch of a window before")
+        except MisuseError as error:
+            if tells:
+                self._failed(error)
+            raise
+
     def _expect_or_tell(self, phase: Phase, what: str, remedy: str) -> None:
         """As :meth:`expect`, and tells the other ranks, which would wait for this one."""
         try:
@@ -250,6 +265,21 @@ class OpenWindow:
         with self._engine.finishing():
             self._finish(self._sums, self._late_count)
         self.mark_done()
+
+
+class NoWindow:
+    """Stands where no window is open: what is called in one is refused, and what is called between two is right."""
+
+    is_open: Literal[False] = False
+    plain: None = None
+    steps = False
+
+    def current(self, what: str) -> NoReturn:
+        """Raises MisuseError: ``what`` is called in a window."""
+        refuse(what, "outside a window", "loop over acc.windows(...)")
+
+    def expect_none(self, what: str, *, tells: bool) -> None:
+        """``what`` may be called."""
 
 
 def refuse(what: str, where: str, remedy: str) -> NoReturn:

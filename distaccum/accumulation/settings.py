@@ -139,6 +139,11 @@ class AccumulatorSettings:
         return loss_to_rehearse(self.micro_batch_size, self.loss)
 
     @property
+    def counts_beforehand(self) -> bool:
+        """Whether a window is counted before its first forward."""
+        return self.count is not None
+
+    @property
     def rehearses(self) -> bool:
         """Whether the micro-batch is found in a rehearsal."""
         return self.rehearsed is not None

@@ -308,9 +308,9 @@ class ProgressTracker:
         self._engine.zero_gradients()  # of a window that may have begun since
         began = ""
         if loss is not None and together:
-            from distaccum.accumulation.diagnose import diagnose, explain  # noqa: PLC0415  where a run ends
+            from distaccum.program import BEGAN, load  # noqa: PLC0415  where a run ends
 
-            began = f" {explain(diagnose(self._engine, window, loss, self._world))}."
+            began = f" {load(BEGAN)(self._engine, window, loss, self._world)}."
         ids = shorten(chain.from_iterable(window.ids()), _MOST_NAMED) or "none"
         own = (self._world.rank, ids, outcome.step.nonfinite())  # of gradients, this rank's share
         of_all = sorted(self._world.all_gather_object(own)) if together else [own]

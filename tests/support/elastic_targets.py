@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distaccum.accumulation import diagnose
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.spec import DataSpec
@@ -35,6 +34,7 @@ from distaccum.elastic.run.in_place import InPlace
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.engines.ddp import tree
 from distaccum.engines.ddp.zero1 import ZeRO1
+from distaccum.tools import diagnose
 from distaccum.train import run
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.metrics.loggers import JsonlLogger

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum import World
-from distaccum.accumulation.diagnose import diagnose
 from distaccum.accumulation.step import run_window
 from distaccum.data.window import MicroBatch, Window
 from distaccum.engines.factory import create_engine
+from distaccum.tools.diagnose import diagnose
 
 # By case: the sample numbers of each rank's micro-batches.
 SHARES: dict[str, tuple[list[list[int]], list[list[int]]]] = {

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from distaccum import DataSpec, RunConfig
-from distaccum.accumulation import diagnose
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.step import Outcome
 from distaccum.accumulation.tracker import ProgressTracker
@@ -43,6 +42,7 @@ from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.standstill import StandstillError
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError
+from distaccum.tools import diagnose
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator
 from distaccum import functional as da
-from distaccum.accumulation.diagnose import diagnose
 from distaccum.distributed.random import KeyedRandom, keys_of
 from distaccum.distributed.world import World
+from distaccum.tools.diagnose import diagnose
 
 DATA: Any = list(torch.arange(20.0).reshape(10, 2).unbind())
 SIZES: Any = {"global_batch_size": 4, "micro_batch_size": 2}

@@ -15,7 +15,6 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, World
 from distaccum import functional as da
-from distaccum.accumulation.diagnose import diagnose
 from distaccum.config.compile import CompileConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.data.cutting import shape_of
@@ -23,6 +22,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.memory_marks import Shape
 from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.testing.counters import OperationCounter
+from distaccum.tools.diagnose import diagnose
 from tests.support import compared
 from tests.support.threads import run_ranks
 

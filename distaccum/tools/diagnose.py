@@ -80,6 +80,11 @@ def diagnose(engine: Engine, window: Window, loss: AnyLoss, world: World) -> tup
     return tuple(sorted(map(_decoded, texts), key=lambda found: found.rank))
 
 
+def where_it_began(engine: Engine, window: Window, loss: Loss, world: World) -> str:
+    """What :func:`diagnose` finds, as one line for an error message."""
+    return explain(diagnose(engine, window, loss, world))
+
+
 def explain(findings: Sequence[NonFinite]) -> str:
     """One line for an error message: rank, micro-batch, samples and module of the first few findings."""
     if not findings:

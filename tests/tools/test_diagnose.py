@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distaccum.accumulation.diagnose import NonFinite, Stage, diagnose, explain
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import ScalerConfig
@@ -27,6 +26,7 @@ from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import StepOptions
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.tools.diagnose import NonFinite, Stage, diagnose, explain
 
 FP32, FP16 = PrecisionPolicy(name="fp32"), PrecisionPolicy(name="fp16", compute_dtype=torch.float16)
 
