@@ -15,7 +15,7 @@ from secrets import token_hex
 from stat import S_ISREG
 from time import sleep
 from types import TracebackType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from blake3 import blake3
 
@@ -25,22 +25,12 @@ from blake3 import blake3
 NAME = "blake3:"
 
 
-class Digest(Protocol):
-    """What takes bytes piece by piece, in any pieces; without the interpreter's lock where they are many."""
-
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Adds the bytes of ``data``."""
-
-    def hexdigest(self) -> str:
-        """Of all bytes so far."""
-
-
-def begin_digest() -> Digest:
-    """A digest of nothing yet."""
+def begin_digest() -> blake3:
+    """A digest of nothing yet; where its ``update`` takes many bytes, it does so without the interpreter's lock."""
     return blake3()
 
 
-def digest_text(digest: Digest) -> str:
+def digest_text(digest: blake3) -> str:
     """The digest with its algorithm's name, as manifests have it."""
     return f"{NAME}{digest.hexdigest()}"
 

@@ -140,6 +140,13 @@ def states(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
         raise CheckpointError(str(error)) from error
 
 
+def restore(callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives the callbacks the :func:`states` of a checkpoint; one that it has not stays as it is."""
+    for name, callback in named(callbacks).items():
+        if name in states:
+            callback.load_state_dict(states[name])
+
+
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """The callbacks by the name of their class and a number, which checkpoints keep their state under."""
     found: dict[str, Callback] = {}

@@ -260,28 +260,23 @@ def _check_with_model(loss: Any, model: nn.Module) -> None:
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
-def check_held_out(data: DataSpec, config: RunConfig, *, metrics: Mapping[str, Any], world_size: int) -> None:
+def check_held_out(run: Stated) -> None:
     """Refuses what cannot be evaluated.
-
-    Args:
-        data: of the run.
-        config: of the run.
-        metrics: further results, by name.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: a set is empty, a stream or a ``DataLoader``, or has no name to show its results under; a metric
             has no sample on some rank; the run evaluates alone, and there is nothing to evaluate on.
     """
+    data, config = run.data, run.config
     if isinstance(data.eval_dataset, Mapping) and not data.eval_dataset:
         raise ConfigError("data", data.description or None, "holds out no set by name", "Hold out a set, or None")
     for name, held_out in data.held_out.items():
         _check_set(data, name, held_out)
         limit = config.trainer.eval_samples
         size = len(held_out) if limit is None else min(limit, len(held_out))
-        if metrics and size < world_size:
+        if run.metrics and size < run.world_size:
             what = f"holds out {size} samples" + (f" as {name!r}" if name else "")
-            problem = f"{what} for {world_size} ranks: a metric needs one on every rank"
+            problem = f"{what} for {run.world_size} ranks: a metric needs one on every rank"
             raise ConfigError("data", data.description, problem, "Hold out more samples, or leave metrics out")
     if config.trainer.max_steps == 0 and not evaluates(data, config):
         why = "the data holds nothing out" if not data.held_out else "trainer.eval_every=0 switches evaluation off"
@@ -308,24 +303,16 @@ def _check_set(data: DataSpec, name: Any, held_out: Any) -> None:
         raise ConfigError("data", data.description, f"holds out an empty set{called}", "Hold out more, or nothing")
 
 
-def check_results(
-    data: DataSpec, config: RunConfig, callbacks: Sequence[Callback], *, loss: AnyLoss, metrics: Mapping[str, Any]
-) -> None:
+def check_results(run: Stated) -> None:
     """Refuses results that no evaluation gives, as far as the names of held-out sets, scores and metrics tell.
-
-    Args:
-        data: of the run.
-        config: of the run.
-        callbacks: may look at results.
-        loss: may score.
-        metrics: further results, by name.
 
     Raises:
         ConfigError: ``checkpoint.best`` or an objective without evaluations; or these or a callback name no result of
             one set; or an objective is neither that nor a number of a record.
     """
+    data, config = run.data, run.config
     workers = evaluation_workers(data, config.trainer.num_workers, asdict(config.trainer.loader))
-    best, names = config.checkpoint.best, cache(partial(_names, data, loss, metrics, workers))
+    best, names = config.checkpoint.best, cache(partial(_names, data, run.loss, run.metrics, workers))
     if best is not None and not evaluates(data, config):
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
@@ -338,7 +325,7 @@ def check_results(
             remedy = "Hold data out and set eval_every, or use a number of the records, as objective=loss"
             raise ConfigError("objective", objective, "the run has no evaluation", remedy)
         _check_result("objective", objective, objective, data, names)
-    for callback in callbacks:
+    for callback in run.callbacks:
         if callback.watched_result is not None:
             shown = f"{type(callback).__name__}(metric={callback.watched_result!r})"
             _check_result("callbacks", shown, callback.watched_result, data, names)
@@ -421,7 +408,7 @@ def _check_profile(config: ProfileConfig, device: torch.device, total_steps: int
 
 CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
-    lambda run: check_held_out(run.data, run.config, metrics=run.metrics, world_size=run.world_size),
+    check_held_out,
     lambda run: check_lengths(run.data, grouped=run.config.batch.group_by_length),
     lambda run: check_model(run.model),
     lambda run: check_hardware(run.config, run.device),
@@ -435,7 +422,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: _check_profile(run.config.profile, run.device, run.total_steps),
     lambda run: check_callbacks(run.callbacks, evaluates=evaluates(run.data, run.config)),
     lambda run: ema.check(run.callbacks, run.config),
-    lambda run: check_results(run.data, run.config, run.callbacks, loss=run.loss, metrics=run.metrics),
+    check_results,
     lambda run: check_groups(run.config, run.optimizers),
     lambda run: check_optimizers(run.optimizers),
     lambda run: check_weights(run.config, run.model),

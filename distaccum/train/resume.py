@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.engine import BY_PARAMETER
-from distaccum.config.schema import RunConfig
 from distaccum.data.agreement import differs
 from distaccum.data.cursor import position_mismatch
 from distaccum.distributed.world import World
@@ -25,7 +22,7 @@ from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.train import ema
 from distaccum.train.adapters import check_base
-from distaccum.train.callbacks import named
+from distaccum.train.callbacks import restore as restore_callbacks
 from distaccum.train.components import TrainingComponents
 from distaccum.train.config_diff import Change, compare, shown
 from distaccum.train.optimizer import SELECTS
@@ -34,26 +31,12 @@ from distaccum.train.run_dir import RunDir
 _log = logging.getLogger(__name__)
 
 
-def find_checkpoint(
-    config: RunConfig,
-    run_dir: RunDir,
-    store: CheckpointStore,
-    position: Mapping[str, int],
-    *,
-    model: nn.Module,
-    record: Mapping[str, Any] | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> SavedState | None:
+def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedState | None:
     """Finds the checkpoint that ``resume`` asks for, verifies it and checks that this run can resume from it.
 
     Args:
-        config: ``resume`` is ``never``, ``auto`` (the newest valid one of ``store``) or a checkpoint's path.
-        run_dir: must hold no results of another run unless ``resume`` is ``auto``.
-        store: of the run's own checkpoints.
-        position: of the plan; must be the saved one.
-        model: not wrapped yet; must have the saved tensors.
-        record: the configuration that trains, as a checkpoint keeps it.
-        facts: of the model and the data, as a checkpoint keeps them.
+        components: of the run; no engine has wrapped the model yet.
+        run_dir: must hold no results of another run unless ``resume`` is ``auto``: the newest valid one is there.
 
     Returns:
         None to start from zero.
@@ -64,7 +47,9 @@ def find_checkpoint(
             ``auto`` finds optimizer state of another format than this run's engine has; or a setting has changed that
             gives the saved state its meaning.
     """
+    config, record, facts = components.config, components.record, components.facts
     if config.resume == "auto":
+        store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
         store.recover()
         path = store.newest_valid()
         if path is None:
@@ -80,7 +65,7 @@ def find_checkpoint(
         problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
         raise ConfigError("engine", None, problem + BY_PARAMETER, remedy)
-    mismatch = position_mismatch(saved.run.position, position)
+    mismatch = position_mismatch(saved.run.position, components.plan.position)
     if mismatch is not None:
         key, before, value = mismatch
         remedy = f"Continue with {key}={before}, or start a new run in another hydra.run.dir"
@@ -88,10 +73,10 @@ def find_checkpoint(
     if readable:
         _check_optimizers(saved.run.config, record, path)
         _check_groups(saved.run.config, record, path)
-    check_base(saved.run.facts, facts or {}, path)
-    weights.check(model, path, key="resume")
-    _check_changes(saved.run, record, facts or {}, path, config.resume_allow)
-    _tell_of_kernels(saved.run.facts.get("kernels", {}), (facts or {}).get("kernels", {}))
+    check_base(saved.run.facts, facts, path)
+    weights.check(components.model, path, key="resume")
+    _check_changes(saved.run, record, facts, path, config.resume_allow)
+    _tell_of_kernels(saved.run.facts.get("kernels", {}), facts.get("kernels", {}))
     return replace(saved, folder=path.resolve())
 
 
@@ -102,18 +87,18 @@ def _tell_of_kernels(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         _log.warning("numerics=reproducible: from here on bits may be others than before: %s", "; ".join(sorted(other)))
 
 
-def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any] | None, path: Path) -> None:
+def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     """Raises ConfigError where the saved state is another optimizer's: its entries would be ignored or misread."""
-    saved, given = _optimizers_of(before), _optimizers_of(now or {})
+    saved, given = _optimizers_of(before), _optimizers_of(now)
     if saved and given and saved != given:
         problem = f"and {path} has the state of {', '.join(saved)}"
         remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
         raise ConfigError("optimizer", ", ".join(given), problem, remedy)
 
 
-def _check_groups(before: Mapping[str, Any], now: Mapping[str, Any] | None, path: Path) -> None:
+def _check_groups(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     """Raises ConfigError where the parameters were grouped otherwise; what a group states for them may change."""
-    saved, given = _groups_of(before), _groups_of(now or {})
+    saved, given = _groups_of(before), _groups_of(now)
     if saved is not None and given is not None and saved != given:
         problem = f"and {path} has the state of optimizers whose groups take {saved or 'no parameters'}"
         remedy = f"Continue with the same, or begin another run from its weights with init_from={path}"
@@ -122,7 +107,7 @@ def _check_groups(before: Mapping[str, Any], now: Mapping[str, Any] | None, path
 
 def _check_changes(
     saved: checkpoint.RunState,
-    record: Mapping[str, Any] | None,
+    record: Mapping[str, Any],
     facts: Mapping[str, Any],
     path: Path,
     allowed: Sequence[str],
@@ -139,7 +124,7 @@ def _check_changes(
 
 
 def changes_since(
-    saved: checkpoint.RunState, record: Mapping[str, Any] | None, facts: Mapping[str, Any], allowed: Sequence[str] = ()
+    saved: checkpoint.RunState, record: Mapping[str, Any], facts: Mapping[str, Any], allowed: Sequence[str] = ()
 ) -> list[Change]:
     """What a run has changed since its checkpoint; nothing where one of them has no record."""
     if not record or not saved.config:
@@ -186,7 +171,7 @@ def _read_named(resume: str) -> SavedState:
 
 
 class Restore:
-    """Restores a run: before the engine wraps the model, and after.
+    """Restores a run: as it is made, before an engine wraps the model, and after that.
 
     Weights that come without optimizer state are copied into the model before an engine wraps it, since not every
     engine can load them later. A model on the meta device has no memory yet: its engine loads the weights after.
@@ -215,13 +200,9 @@ class Restore:
             )
         if self._on_meta and self._init_from is not None:
             self._tensors = weights.read(components.model, self._init_from, unexpected=self._differences.unexpected)
-
-    def before_wrap(self) -> None:
-        """Copies weights into the model that the engine cannot load."""
-        if not self._on_meta and not self._with_optimizer:
-            path = self._saved.folder if self._saved else self._init_from
-            if path is not None:
-                weights.fill(self._components.model, path, missing=self._differences.missing)
+        path = self._saved.folder if self._saved else self._init_from
+        if path is not None and not self._on_meta and not self._with_optimizer:
+            weights.fill(components.model, path, missing=self._differences.missing)
 
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
         """Restores engine, random numbers, progress, data position and callbacks.
@@ -246,9 +227,7 @@ class Restore:
             with_model=self._with_optimizer or self._on_meta,
         )
         accumulator.restore(run.progress, run.position, data, run.spikes)
-        for name, callback in named(callbacks).items():
-            if name in run.callbacks:
-                callback.load_state_dict(run.callbacks[name])
+        restore_callbacks(callbacks, run.callbacks)
         averaged = ema.begin(callbacks, accumulator.engine, self._saved.folder)
         # A run started from a named checkpoint is another run.
         own = self._components.config.resume == "auto"

@@ -308,24 +308,11 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     run_dir.make()
     refuse_if_held(run_dir.path)
     refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
-    saved = find_saved(components, run_dir)
+    saved = find_checkpoint(components, run_dir)
     if saved is not None and components.evaluates_alone and components.config.resume == "auto":
         problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"
         raise ConfigError("resume", "auto", problem, f"Use resume={saved.folder} or init_from, and a folder of its own")
     return saved
-
-
-def find_saved(components: TrainingComponents, run_dir: RunDir) -> SavedState | None:
-    """The checkpoint that ``resume`` asks for."""
-    return find_checkpoint(
-        components.config,
-        run_dir,
-        _store(components, run_dir),
-        components.plan.position,
-        model=components.model,
-        record=components.record,
-        facts=components.facts,
-    )
 
 
 def train(
@@ -401,7 +388,6 @@ def prepare_run(
     """
     screen.enter(session.says)
     restore = session.restore(components, world)
-    restore.before_wrap()
     utilization = build_utilization(components, world.size) if world.is_main else None
     modules = summarize(components.model) if world.is_main else []  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
@@ -420,7 +406,7 @@ def prepare_run(
         accumulator=accumulator,
         loader=loader,
         run_dir=run_dir,
-        store=_store(components, run_dir),
+        store=CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep),
         enter_phase=enter_phase,
         tell_saved=screen.saved,
         wandb_id=wandb_id,
@@ -598,10 +584,6 @@ def build_accumulator(components: TrainingComponents, world: World, *, verify: s
     if engine.compiled is not None:
         engine.compiled.add_loss(components.loss)
     return Accumulator.of_engine(engine, components.optimizers, settings)
-
-
-def _store(components: TrainingComponents, run_dir: RunDir) -> CheckpointStore:
-    return CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep)
 
 
 def _seed(seed: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distaccum.accumulation.accumulator import Accumulator
@@ -21,31 +20,13 @@ from distaccum.train.run_dir import RunDir
 if TYPE_CHECKING:
     from rich.console import Console
 
-# What rank 0 has open while it is rank 0.
 
-
-class Rank0Resources:
-    """The loggers of a run, opened once in a process and closed at the end of the block."""
-
-    def __init__(self) -> None:
-        self._closing = ExitStack()
-        self._loggers: Sequence[Logger] | None = None
-
-    def __enter__(self) -> Rank0Resources:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._closing.__exit__(kind, error, traceback)
-
-    def loggers(self, make: Callable[[], Sequence[Logger]]) -> Sequence[Logger]:
-        """Those that are open, or else what ``make`` opens."""
-        if self._loggers is None:
-            self._loggers = make()
-            for logger in self._loggers:
-                self._closing.push(partial(_close, logger))
-        return self._loggers
+def opened(make: Callable[[], Sequence[Logger]], closing: ExitStack) -> Sequence[Logger]:
+    """The loggers that ``make`` opens, which are closed with ``closing``, and told whether the run has failed."""
+    loggers = make()
+    for logger in loggers:
+        closing.push(partial(_close, logger))
+    return loggers
 
 
 def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None:
@@ -55,11 +36,8 @@ def _close(logger: Logger, kind: type[BaseException] | None, *_: object) -> None
 class Restored(Protocol):
     """What a run goes on from, as :class:`~distaccum.train.resume.Restore` restores it from a checkpoint."""
 
-    def before_wrap(self) -> None:
-        """Weights that are loaded before an engine wraps the model."""
-
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
-        """The rest; gives the id of the W&B run, and a note for the header."""
+        """Restores what an engine has wrapped; gives the id of the W&B run, and a note for the header."""
 
     @property
     def memory(self) -> Mapping[str, Any]:
@@ -110,7 +88,7 @@ class Session:
 
     def loggers(self, make: Callable[[], Sequence[Logger]], closing: ExitStack) -> Sequence[Logger]:
         """Rank 0's, opened by ``make`` until ``closing``."""
-        return closing.enter_context(Rank0Resources()).loggers(make)
+        return opened(make, closing)
 
     def first_to(self, _: str) -> bool:
         """Whether no process of the run has done something before."""

@@ -107,15 +107,7 @@ def _find(components: TrainingComponents, run_dir: RunDir, in_memory: Mark | Non
     step = None if in_memory is None else in_memory.step
     is_newer = step is not None and max(on_disk, default=0) > step and store.newest_valid() is not None
     if is_newer or (step is None and on_disk):
-        saved = find_checkpoint(
-            config,
-            run_dir,
-            store,
-            components.plan.position,
-            model=components.model,
-            record=components.record,
-            facts=components.facts,
-        )
+        saved = find_checkpoint(components.found(config=config), run_dir)
         if saved is not None and (step is None or saved.run.progress.step > step):
             return Goes(to=DISK, window=saved.run.progress.window), saved
     if in_memory is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from time import monotonic, time
+from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 from distaccum.accumulation.accumulator import Accumulator
@@ -24,10 +25,32 @@ from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.parts.base import Part
 from distaccum.train.run_dir import RunDir
-from distaccum.train.session import Rank0Resources, Restored, Session
+from distaccum.train.session import Restored, Session, opened
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class Rank0Resources:
+    """The loggers of a run, which rank 0 opens once and keeps from view to view; closed at the end of the block."""
+
+    def __init__(self) -> None:
+        self._closing = ExitStack()
+        self._loggers: Sequence[Logger] | None = None
+
+    def __enter__(self) -> Rank0Resources:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.__exit__(kind, error, traceback)
+
+    def loggers(self, make: Callable[[], Sequence[Logger]]) -> Sequence[Logger]:
+        """Those that are open, or else what ``make`` opens."""
+        if self._loggers is None:
+            self._loggers = opened(make, self._closing)
+        return self._loggers
 
 
 class InView(Session):

@@ -9,18 +9,19 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.run.carried import Carried
 from distaccum.train import ema
-from distaccum.train.callbacks import Callback, named
+from distaccum.train.callbacks import Callback
+from distaccum.train.callbacks import restore as restore_callbacks
 
 
 class RestoreCarried:
-    """Restores a run from what was carried; as :class:`~distaccum.train.resume.Restore` does from a checkpoint."""
+    """Restores a run from what was carried; as :class:`~distaccum.train.resume.Restore` does from a checkpoint.
+
+    The weights are in the model already, or come with the engine's state.
+    """
 
     def __init__(self, carried: Carried, callbacks: Sequence[Callback]) -> None:
         self._carried: Carried | None = carried
         self._run, self._callbacks = carried.run, callbacks
-
-    def before_wrap(self) -> None:
-        """The weights are in the model, or come with the engine's state."""
 
     def after_wrap(self, accumulator: Accumulator, *, wandb_id: str) -> tuple[str, str]:
         """Restores all that a run has in memory, and lets go of it.
@@ -39,9 +40,7 @@ class RestoreCarried:
         accumulator.restore(run.progress, run.position, None, run.spikes)
         accumulator.tracker.skips_in_a_row = carried.skips_in_a_row
         accumulator.know_counted(carried.counted)
-        for name, callback in named(self._callbacks).items():
-            if name in run.callbacks:
-                callback.load_state_dict(run.callbacks[name])
+        restore_callbacks(self._callbacks, run.callbacks)
         ema.begin(self._callbacks, accumulator.engine, None)
         average = ema.of(self._callbacks)
         if average is not None and carried.average is not None:

@@ -24,7 +24,7 @@ from distaccum.elastic.run.going_back import Anew
 from distaccum.elastic.run.going_on import GoesOn
 from distaccum.elastic.run.hand_over import Begin
 from distaccum.elastic.run.in_place import InPlace
-from distaccum.elastic.run.in_view import InView
+from distaccum.elastic.run.in_view import InView, Rank0Resources
 from distaccum.elastic.run.joining import JoinHook
 from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.elastic.run.standstill import Standstill
@@ -35,7 +35,6 @@ from distaccum.train.failure import note_failure
 from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
-from distaccum.train.session import Rank0Resources
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.distributed.activity import Phase
 from distaccum.errors import SpikeError
 from distaccum.train import ema
-from distaccum.train.callbacks import named
+from distaccum.train.callbacks import restore as restore_callbacks
 from distaccum.train.components import TrainingComponents
 from distaccum.train.metrics.status import TRAINING
 from distaccum.train.parts.base import Done, Part
@@ -95,9 +95,7 @@ def roll_back(accumulator: Accumulator, store: CheckpointStore, components: Trai
     accumulator.use_evaluation_weights()
     checkpoint.restore(saved, accumulator.engine, world)
     accumulator.go_on_from(undone(progress, step))
-    for name, callback in named(components.callbacks).items():
-        if name in saved.run.callbacks:
-            callback.load_state_dict(saved.run.callbacks[name])
+    restore_callbacks(components.callbacks, saved.run.callbacks)
     ema.begin(components.callbacks, accumulator.engine, saved.folder)
     if world.is_main:
         _log.warning(

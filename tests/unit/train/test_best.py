@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,7 +134,8 @@ def test_a_name_that_is_no_result_is_refused_as_far_as_it_is_known(
 
     def check(name: str) -> None:
         config = RunConfig.from_dict({"checkpoint": {"best": f"{prefix}{name}"}})
-        check_results(data, config, [], loss=loss, metrics={"f1": Score([])})
+        given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=loss, metrics={"f1": Score([])})
+        check_results(given)
 
     for name in good:
         check(name)

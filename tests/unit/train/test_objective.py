@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,12 @@ SETS = DataSpec(train=[(0, 1)] * 4, eval_dataset={"a": [(0, 1)], "b": [(0, 1)]},
 NONE = DataSpec(train=[(0, 1)] * 4, description="")
 
 
+def _check(data: DataSpec, objective: Any) -> None:
+    config = RunConfig.from_dict({"objective": objective})
+    given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=CrossEntropy(), metrics={})
+    check_results(given)
+
+
 @pytest.mark.parametrize(
     ("objective", "data", "says"),
     [
@@ -76,14 +83,13 @@ NONE = DataSpec(train=[(0, 1)] * 4, description="")
     ],
 )
 def test_a_name_that_nothing_has_is_refused_before_training(objective: Any, data: DataSpec, says: str) -> None:
-    config = RunConfig.from_dict({"objective": objective})
     with pytest.raises(ConfigError, match=says):
-        check_results(data, config, [], loss=CrossEntropy(), metrics={})
+        _check(data, objective)
 
 
 @pytest.mark.parametrize("objective", ["eval_loss", "eval_accuracy", "loss", "loss_main", ["loss", "samples_per_s"]])
 def test_names_that_there_are_pass(objective: Any) -> None:
-    check_results(HELD_OUT, RunConfig.from_dict({"objective": objective}), [], loss=CrossEntropy(), metrics={})
+    _check(HELD_OUT, objective)
 
 
 @pytest.mark.parametrize("objective", [[], 3, {"eval_loss": 1}, ["eval_loss", 2]])

@@ -17,7 +17,7 @@ from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.components import build_components
+from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
@@ -39,18 +39,22 @@ def _saved(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "step-2"
 
 
+def _components(model: nn.Module, **config: Any) -> TrainingComponents:
+    return build_components(
+        RunConfig.from_dict(_config(**config)),
+        SOURCE,
+        model,
+        CrossEntropy(),
+        world_size=1,
+        device=torch.device("cpu"),
+    )
+
+
 def test_a_checkpoint_of_another_model_is_refused_before_the_run(gloo_world: World, tmp_path: Path) -> None:
     path = _saved(tmp_path / "first")
     for resume, run_dir in ((str(path), tmp_path / "second"), ("auto", tmp_path / "first")):
-        store = CheckpointStore(RunDir(run_dir).checkpoints, keep=0)
         with pytest.raises(ConfigError, match=r"^resume=.*step-2: has weight of shape \[3, 4\], and the model of \[5"):
-            find_checkpoint(
-                RunConfig.from_dict(_config(resume=resume)),
-                RunDir(run_dir),
-                store,
-                {},
-                model=nn.Linear(4, 5),
-            )
+            find_checkpoint(_components(nn.Linear(4, 5), resume=resume), RunDir(run_dir))
 
 
 def test_state_json_is_read_once_on_each_rank(
@@ -79,12 +83,9 @@ def test_state_json_is_read_once_on_each_rank(
         config=config,
     ).fit()
     assert read == [path / "state.json"] * 2
-    components = build_components(
-        config, SOURCE, nn.Linear(4, 3), CrossEntropy(), world_size=1, device=torch.device("cpu")
-    )
+    components = _components(nn.Linear(4, 3))
     monkeypatch.setattr(World, "broadcast_str", lambda *_: str(path))  # on a rank that did not look for it
     restore = Restore(None, components, gloo_world)
-    restore.before_wrap()
     restore.after_wrap(build_accumulator(components, gloo_world), wandb_id="")
     assert read == [path / "state.json"] * 3
 
@@ -135,13 +136,14 @@ def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:
     assert RunConfig.from_dict({"init_from": "w", "resume": "auto"}).init_from == "w"
 
 
-def test_auto_refuses_optimizer_state_of_another_format(gloo_world: World, tmp_path: Path) -> None:
+def test_auto_refuses_optimizer_state_of_another_format(
+    gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _saved(tmp_path)
     file = path / "state.json"
     kept = "kept by index"
     file.write_text(file.read_text().replace("kept by parameter name", kept))
-    store = CheckpointStore(RunDir(tmp_path).checkpoints, keep=0)
-    store.newest_valid = lambda: path  # type: ignore[method-assign]  # whose sums are not those of the manifest any more
-    config = RunConfig.from_dict(_config(resume="auto", engine="deepspeed", precision="bf16"))
+    # Its sums are not those of the manifest any more.
+    monkeypatch.setattr(CheckpointStore, "newest_valid", lambda _: path)
     with pytest.raises(ConfigError, match=r"is kept by index, this run's would be kept by parameter"):
-        find_checkpoint(config, RunDir(tmp_path), store, {}, model=nn.Linear(4, 3))
+        find_checkpoint(_components(nn.Linear(4, 3), resume="auto"), RunDir(tmp_path))
