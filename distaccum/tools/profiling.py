@@ -19,6 +19,7 @@ from distaccum.config.trainer import ProfileConfig
 from distaccum.data.hooks import WindowHook
 from distaccum.distributed.activity import Phase
 from distaccum.engines.base import Engine
+from distaccum.errors import ConfigError
 from distaccum.train.parts.base import Part
 
 if TYPE_CHECKING:
@@ -342,6 +343,22 @@ class Profiler(Part):
         self._trace: Any = None
         self._timeline: Timeline | None = None
         self._left = True  # whether there is something to write still
+
+    @staticmethod
+    def check(config: ProfileConfig, device: torch.device, total_steps: int) -> None:
+        """Refuses what this device cannot give, and windows that the run does not get to.
+
+        Raises:
+            ConfigError: either.
+        """
+        for name in ("memory", "nvtx"):
+            if getattr(config, name) and device.type != "cuda":
+                problem = f"is for a GPU, and this rank computes on {device.type}"
+                remedy = "Leave it out: profile.steps alone says where the time goes"
+                raise ConfigError(f"profile.{name}", True, problem, remedy)
+        if config.steps[0] > total_steps:
+            problem = f"begins after the last of the run's {total_steps} updates"
+            raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
 
     def begins(self, _: Loop) -> None:
         """Begins, if the first window is to be profiled."""

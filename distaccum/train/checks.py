@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, default_collate
 from distaccum.checkpoint import weights
 from distaccum.config.checks import GLOO, bytes_of
 from distaccum.config.schema import RunConfig
-from distaccum.config.trainer import ProfileConfig
 from distaccum.data.factory import check_workers, loading_options
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.host_memory import window_memory
@@ -36,7 +35,7 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import TEXTS, load
+from distaccum.program import PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
@@ -391,19 +390,10 @@ class _CountsOne:
         return not isinstance(self._loss.count(self._collate(samples)), Mapping)
 
 
-def _check_profile(config: ProfileConfig, device: torch.device, total_steps: int) -> None:
-    """Refuses what this device cannot give, and windows that the run does not get to.
-
-    Raises:
-        ConfigError: either.
-    """
-    for name in ("memory", "nvtx"):
-        if getattr(config, name) and device.type != "cuda":
-            remedy = "Leave it out: profile.steps alone says where the time goes"
-            raise ConfigError(f"profile.{name}", True, f"is for a GPU, and this rank computes on {device.type}", remedy)
-    if config.steps is not None and config.steps[0] > total_steps:
-        problem = f"begins after the last of the run's {total_steps} updates"
-        raise ConfigError("profile.steps", config.steps, problem, "Name earlier windows, or make more updates")
+def _check_profile(run: Stated) -> None:
+    """The profiler says itself what it cannot give."""
+    if run.config.profile.steps is not None:
+        load(PROFILER).check(run.config.profile, run.device, run.total_steps)
 
 
 CHECKS: Sequence[Callable[[Stated], object]] = (
@@ -419,7 +409,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: _check_with_model(run.loss, run.model),
     lambda run: _check_loss_parameters(run.loss, run.model),
     lambda run: check_metrics(run.metrics, run.loss, evaluated=bool(run.data.held_out)),
-    lambda run: _check_profile(run.config.profile, run.device, run.total_steps),
+    _check_profile,
     lambda run: check_callbacks(run.callbacks, evaluates=evaluates(run.data, run.config)),
     lambda run: ema.check(run.callbacks, run.config),
     check_results,

@@ -139,10 +139,7 @@ def read_holder(folder: Path) -> Holder | None:
     Raises:
         ValueError: the lock is no record of a holder.
     """
-    return _parse(folder / _NAME)
-
-
-def _parse(path: Path) -> Holder | None:
+    path = folder / _NAME
     try:
         text = retried(path.read_bytes, of=path)
     except FileNotFoundError:
@@ -198,7 +195,7 @@ class Owner:
         One that has ended since has taken the lock away with it.
         """
         try:
-            holder = _parse(self._path)
+            holder = read_holder(self._path.parent)
         except ValueError:
             return
         if holder is None:
@@ -223,7 +220,7 @@ class Owner:
             while not self._create():
                 other, who = None, "a process whose name cannot be read"
                 with suppress(ValueError):
-                    if (other := _parse(self._path)) is None:
+                    if (other := read_holder(self._path.parent)) is None:
                         continue
                     who = other.who
                 reason = self._why_dead(other)

@@ -46,10 +46,8 @@ class Part:
     watches = False
     """Whether it has to know of every window at once whether it was applied: the host then waits for each."""
 
-    @property
-    def trouble(self) -> str:
-        """What went wrong without ending the run; it stands in the status."""
-        return ""
+    trouble = ""
+    """What went wrong without ending the run; it stands in the status."""
 
     def due(self, step: int) -> bool:
         """Whether there is something to do after the update ``step``, so that the host waits for it."""

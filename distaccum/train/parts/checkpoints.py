@@ -72,7 +72,6 @@ class Checkpoints(Part):
         self._host_memory = HostMemory(world.device)
         self._begun = Progress()  # of the last one in the background
         self._failed_saves = 0  # in a row, of those in the background
-        self._trouble = ""
         self._is_best = False  # the one that is being saved
         # A run from another run's checkpoint has saved none itself.
         resumed = run.accumulator.progress.step if components.config.resume == "auto" else 0
@@ -80,11 +79,6 @@ class Checkpoints(Part):
         """Of the newest checkpoint of this run."""
         if self.saved_step:
             run.accumulator.replicas.saved = run.store.root / f"step-{self.saved_step}"
-
-    @property
-    def trouble(self) -> str:
-        """What became of the last save in the background, if it failed."""
-        return self._trouble
 
     def due(self, step: int) -> bool:
         """By the number of updates."""
@@ -261,13 +255,10 @@ class Checkpoints(Part):
             _log.warning("step %d, which was being saved, is lost (%s)", background.step, error)
 
     def _make_background(self) -> BackgroundSave | None:
-        asked, reason = self._config.background is True, ""
-        if not asked and any(map(looks_at_checkpoints, self._components.callbacks)):
-            reason = "a callback's on_checkpoint may look at the model"
-        if reason:
+        if self._config.background is not True and any(map(looks_at_checkpoints, self._components.callbacks)):
             if self._world.is_main:
-                problem = f"checkpoint.background: {reason}, so training waits for saves"
-                _log.log(logging.WARNING if asked else logging.INFO, problem)
+                reason = "a callback's on_checkpoint may look at the model"
+                _log.info("checkpoint.background: %s, so training waits for saves", reason)
             return None
         background = BackgroundSave(self._world.rank, self._world.size)
         self._accumulator.add_hook(background)
@@ -325,7 +316,7 @@ class Checkpoints(Part):
     def _saved(self, run: Loop, progress: Progress, path: Path) -> None:
         """Tells of a checkpoint that is there."""
         self.saved_step, self._accumulator.replicas.saved = progress.step, path
-        self._failed_saves, self._trouble = 0, ""
+        self._failed_saves, self.trouble = 0, ""
         if self._world.is_main:
             self._run_dir.note_saved(progress.step)
         self._world.activity.phase = Phase.BETWEEN
@@ -339,13 +330,13 @@ class Checkpoints(Part):
     def _failed(self, run: Loop, step: int, reason: str, error: Exception | None, *, at_end: bool) -> None:
         """What could not be saved in the background; the checkpoint before is there."""
         self._failed_saves += 1
-        self._trouble = f"step {step} could not be saved: {reason}"
+        self.trouble = f"step {step} could not be saved: {reason}"
         if self._world.is_main:
             self._store.drop(step)
-            self._run_dir.write_status(State.RUNNING, step=run.known_progress.step, reason=self._trouble)
+            self._run_dir.write_status(State.RUNNING, step=run.known_progress.step, reason=self.trouble)
             goes_on = "the run goes on, and ends if the next save fails, too"
             ends = goes_on if self._failed_saves == 1 else "it is the second in a row, and the run ends"
-            _log.warning("%s; %s", self._trouble, "it is saved once more" if at_end else ends)
+            _log.warning("%s; %s", self.trouble, "it is saved once more" if at_end else ends)
         if self._failed_saves > 1 and not at_end:
             raise error or PeerError(reason, "while this rank wrote its part of a checkpoint")
 
