@@ -1,4 +1,4 @@
-"""What every command does as a program: its version, its name, its arguments, and pipes that nobody reads.
+"""What every command does as a program: its version, its help, and pipes that nobody reads.
 
 The one command, ``distaccum NAME``, and its table of names are here, too: a command's module is loaded once it is
 chosen, so that ``--help`` and ``--version`` load neither torch nor Hydra. Begin with ``TABLE``.
@@ -6,7 +6,6 @@ chosen, so that ``--help`` and ``--version`` load neither torch nor Hydra. Begin
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any
 
 import distaccum
 from distaccum.errors import near_misses
@@ -132,7 +131,7 @@ def commands() -> dict[str, Command]:
 
 # ``distaccum NAME ...``: finds the subcommand, and calls it as if it had been started by its own script.
 
-_BAD_ARGUMENTS = 2
+BAD_ARGUMENTS = 2
 COMPLETION = ("-sc", "--shell-completion")
 CONFIGURATIONS = {"train": "config", "plan": "plan"}
 """The commands that take settings, and the file of ``conf/`` of each."""
@@ -163,7 +162,7 @@ def main() -> None:
         sys.exit(0)
     if first not in known:
         complain(f"distaccum: {_unknown(first, known)}\n")
-        sys.exit(_BAD_ARGUMENTS)
+        sys.exit(BAD_ARGUMENTS)
     sys.argv = [f"distaccum {first}", *rest]
     known[first].load()()
 
@@ -240,81 +239,6 @@ def version() -> str:
     except metadata.PackageNotFoundError:
         torch = "missing"
     return f"distaccum {distaccum.__version__}, torch {torch}, Python {platform.python_version()}"
-
-
-def name_of(command: str) -> str:
-    """How a user calls the command: ``distaccum NAME``."""
-    return f"distaccum {command}"
-
-
-class Arguments(argparse.ArgumentParser):
-    """A command's arguments, with ``--help`` and ``--version``. Rank 0 alone prints, and flags cannot be shortened.
-
-    Args:
-        command: its name in ``distaccum NAME``.
-        description: what it does.
-        epilog: examples and exit codes, as they are to be printed.
-    """
-
-    def __init__(self, command: str, description: str, epilog: str) -> None:
-        self._takes_value: dict[str, bool] = {}
-        self._ends = False  # at the first argument that is no flag
-        self._given: Sequence[str] = ()
-        super().__init__(
-            prog=name_of(command),
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument("--version", action="store_true", help="print the versions of distaccum, torch and Python")
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """See argparse."""
-        made = super().add_argument(*names, **settings)
-        self._takes_value |= dict.fromkeys(made.option_strings, made.nargs != 0)
-        self._ends |= made.nargs == argparse.REMAINDER
-        return made
-
-    def of(self, given: Sequence[str] | None = None) -> argparse.Namespace:
-        """The values of ``given``, by default of the command line; ends the process with 2 where they are wrong."""
-        self._given = sys.argv[1:] if given is None else given
-        return self.parse_args(self._given)
-
-    def print_help(self, file: Any = None) -> None:
-        """Prints it on rank 0."""
-        if file is None:
-            say(self.format_help())
-        else:
-            super().print_help(file)
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Ends the process, and says why on rank 0."""
-        complain(message or "")
-        sys.exit(status)
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process with 2. An unknown flag is what is said, where argparse would miss an argument first."""
-        unknown = self._unknown()
-        if unknown is not None:
-            known = f"`{self.prog} --help` lists those there are"
-            message = f"{unknown}: no such flag{near_misses(unknown, self._takes_value) or '.'} {known}"
-        self.exit(_BAD_ARGUMENTS, f"{self.format_usage()}{self.prog}: error: {message}\n")
-
-    def _unknown(self) -> str | None:
-        """The first flag of ``given`` that the command does not have."""
-        is_value = False
-        for word in self._given:
-            flag = word.partition("=")[0]
-            if is_value:
-                is_value = False
-            elif flag in self._takes_value:
-                is_value = self._takes_value[flag] and "=" not in word
-            elif word == "--" or (self._ends and not word.startswith("-")):
-                return None
-            elif word.startswith("-") and word != "-" and word[:2] not in self._takes_value:  # -oFILE
-                return flag
-        return None
 
 
 def quiet_pipes() -> None:

@@ -10,7 +10,7 @@ on memory. torch has it as ``linear_cross_entropy(options=...)`` from 2.13 on, w
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,7 @@ class ChunkedOutput:
         """The sum of the losses, 0-dim; with ``scores`` also the (weighted) right predictions, ``(2,)``."""
         weights = None if self.bits is None else self.bits.view(_FLOATS[self.bits.dtype])
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "chunk": self.chunk, "classes": classes}
-        if self.scores:
-            return torch.stack(linear_scores(hidden, weight, self.labels, bias, weights=weights, **options))
-        return linear_cross_entropy(hidden, weight, self.labels, bias, weights=weights, **options)
+        return linear_cross_entropy(hidden, weight, self.labels, bias, weights=weights, scores=self.scores, **options)
 
 
 # Engines map over a forward's tensors, as they stand in lists and dictionaries: to keep, share and replay them.
@@ -101,6 +99,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk: int = CHUNK,
     classes: int | None = None,
+    scores: bool = False,
 ) -> Tensor:
     """The summed cross entropy of ``F.linear(hidden, weight, bias)`` in nats: 0-dim, at least fp32.
 
@@ -116,58 +115,18 @@ def linear_cross_entropy(
         ignore_index: as above.
         chunk: the most tokens whose logits are in memory.
         classes: the first rows that are classes; the rest is padding, of probability 0. None: all.
+        scores: gives the (weighted) number of right predictions as well, ``(2,)``, and no gradient.
 
     Raises:
         MisuseError: the shapes do not fit.
     """
-    tensors, settings = _parts(
-        hidden, weight, labels, bias, weights=weights, ignore_index=ignore_index, chunk=chunk, classes=classes
-    )
-    with _no_autocast(hidden.device.type):
-        if torch.is_grad_enabled():
-            total: Tensor = _Chunked.apply(*tensors, *settings)  # type: ignore[no-untyped-call]
-            return total
-        return _forward(tensors, settings)[0]
-
-
-@torch.no_grad()
-def linear_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    weights: Tensor | None = None,
-    ignore_index: int = -100,
-    chunk: int = CHUNK,
-    classes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`linear_cross_entropy`, without a gradient; and the (weighted) number of right predictions."""
-    tensors, settings = _parts(
-        hidden, weight, labels, bias, weights=weights, ignore_index=ignore_index, chunk=chunk, classes=classes
-    )
-    with _no_autocast(hidden.device.type):
-        return _forward(tensors, settings)
-
-
-def _parts(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    *,
-    weights: Tensor | None,
-    ignore_index: int,
-    chunk: int,
-    classes: int | None,
-) -> tuple[Tensors, Settings]:
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         problem = f"hidden states of shape {list(hidden.shape)} for labels of shape {list(labels.shape)}"
         remedy = f"a hidden state of width {weight.shape[-1]}, that of the output weight, is wanted for each label"
         raise MisuseError(f"{problem}: {remedy}")
     kind = hidden.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    casts = casts and hidden.dtype is not torch.float64
+    knows = torch.amp.is_autocast_available(kind)  # not the meta device, where operations are counted
+    casts = knows and torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64
     dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
     counted = labels != ignore_index
     factors = counted.to(_wide(dtype))
@@ -175,12 +134,14 @@ def _parts(
         factors = torch.where(counted, weights.to(factors.dtype), factors)
     flat = torch.where(counted, labels, 0).flatten()
     tensors = hidden.flatten(0, -2), weight, bias, flat, factors.flatten()
-    return tensors, (dtype, len(weight) if classes is None else classes, chunk)
-
-
-def _no_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Of the meta device, where operations are counted, torch knows no autocast."""
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    settings = dtype, len(weight) if classes is None else classes, chunk
+    with torch.autocast(kind, enabled=False) if knows else nullcontext():
+        if torch.is_grad_enabled() and not scores:
+            total: Tensor = _Chunked.apply(*tensors, *settings)  # type: ignore[no-untyped-call]
+            return total
+        with torch.no_grad():
+            total, right = _forward(tensors, settings)
+        return torch.stack((total, right)) if scores else total
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -30,6 +30,7 @@ from distaccum.checkpoint.store import verify
 from distaccum.checkpoint.tensors import TensorFiles, storable
 from distaccum.config.checks import bytes_of
 from distaccum.errors import CheckpointError, ConfigError, shorten
+from distaccum.tools.arguments import Arguments
 
 # A folder as Hugging Face's ``from_pretrained`` reads it: weights in several files, their index, the configuration.
 
@@ -307,7 +308,7 @@ def main() -> None:
     """Runs ``distaccum export``."""
     program.start()
     description = "Writes a checkpoint's weights into one file, or a Hugging Face folder."
-    parser = program.Arguments("export", description, _EPILOG)
+    parser = Arguments("export", description, _EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
     parser.add_argument("target", type=Path, help="the safetensors file to write; any other name is a folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; by default as they are trained")

@@ -16,6 +16,7 @@ from distaccum.checkpoint import state
 from distaccum.checkpoint.files import listed, retried
 from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
 from distaccum.errors import CheckpointError, ConfigError
+from distaccum.tools.arguments import Arguments
 from distaccum.train.owner import tell
 from distaccum.train.run_dir import RunDir
 
@@ -135,7 +136,7 @@ def main() -> None:
     """Runs ``distaccum verify``."""
     program.start()
     description = "What a run directory holds, whole or not. Reads, and changes nothing."
-    parser = program.Arguments("verify", description, _EPILOG)
+    parser = Arguments("verify", description, _EPILOG)
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
     given = parser.of()
     if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distaccum import program
+from distaccum.tools.arguments import Arguments
 from distaccum.train.metrics.loggers import records_of
 from distaccum.train.metrics.wandb import INIT_TIMEOUT_S, Sender, shown
 
@@ -87,7 +88,7 @@ def main() -> None:
     """``distaccum wandb-upload RUN``: exit code 0, or 1 and one line on stderr."""
     program.start()
     description = "Makes a W&B run of a run's metrics.jsonl, each record once."
-    parser = program.Arguments("wandb-upload", description, _EPILOG)
+    parser = Arguments("wandb-upload", description, _EPILOG)
     parser.add_argument("run", type=Path, help="the run directory")
     parser.add_argument("--id", help="of the new W&B run (default: a new one)")
     parser.add_argument("--offline", action="store_true", help="into a folder that `wandb sync` uploads")

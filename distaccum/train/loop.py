@@ -20,9 +20,9 @@ from distaccum.errors import NonFiniteError, SpikeError
 from distaccum.train.components import TrainingComponents
 from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.metrics.status import TRAINING
 from distaccum.train.parts.base import Done, Part
 from distaccum.train.run_dir import RunDir
+from distaccum.train.screen import TRAINING
 
 
 def tell_nobody(*_: object) -> None:

@@ -354,7 +354,7 @@ def train(
                 screen=screen,
             )
             loop = session.loop(run, open_parts(run, screen.console, closing))
-            screen.follow(loop, run.utilization)
+            screen.follow(lambda: loop.known_progress, lambda: loop.waited_s, run.utilization)
             generators.restore()  # modules that were imported for the header and the loggers may have drawn
             session.enter(run.accumulator, screen.console)
             with signals.notify(loop.preempt):

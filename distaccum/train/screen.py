@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from distaccum.accumulation.progress import Progress
 from distaccum.distributed.random import RNGState
@@ -20,17 +20,9 @@ if TYPE_CHECKING:
 
     from distaccum.train.metrics.loggers import Logger
 
+TRAINING = "training"
+"""What a run does, to the screen, while it does nothing else."""
 _NARROWEST = 20  # columns
-
-
-class Training(Protocol):
-    """What the live line reads of a loop, while that runs."""
-
-    @property
-    def known_progress(self) -> Progress: ...
-
-    @property
-    def waited_s(self) -> float: ...
 
 
 class Screen:
@@ -61,8 +53,10 @@ class Screen:
     def saved(self, step: int, path: Path) -> None:
         """Tells of a checkpoint that is there."""
 
-    def follow(self, loop: Training, utilization: Utilization | None) -> None:
-        """Lets the live line move with the loop."""
+    def follow(
+        self, progress: Callable[[], Progress], waited: Callable[[], float], utilization: Utilization | None
+    ) -> None:
+        """Lets the live line move with the loop: progress, seconds waited for data, MFU."""
 
     def leave(self) -> None:
         """Gives the terminal back; from any thread, and more than once."""
@@ -83,8 +77,7 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
             yield Screen(None)
         return
     generators = RNGState.capture(world.device)
-    from distaccum.train.metrics.console import ConsoleLogger, open_console  # noqa: PLC0415  for rank 0 alone
-    from distaccum.train.metrics.status import Status  # noqa: PLC0415
+    from distaccum.train.metrics.console import ConsoleLogger, Status, open_console  # noqa: PLC0415  for rank 0 alone
 
     generators.restore()  # modules that are imported may draw
     console = open_console()

@@ -13,6 +13,7 @@ from typing import Any
 from distaccum import program
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.losses.base import is_window_loss
+from distaccum.tools.arguments import Arguments
 from distaccum.tools.audit.report import Report
 from distaccum.tools.audit.session import audit
 
@@ -74,7 +75,7 @@ def _stop() -> None:
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     description = "Is a script's gradient its global batch's? Runs it for some optimizer steps."
-    parser = program.Arguments("audit", description, _EPILOG)
+    parser = Arguments("audit", description, _EPILOG)
     parser.add_argument(
         "--loss",
         metavar="MODULE:LOSS",

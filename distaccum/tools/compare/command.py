@@ -14,6 +14,7 @@ from typing import Any
 
 from distaccum import program
 from distaccum.errors import CheckpointError, ConfigError, shorten
+from distaccum.tools.arguments import Arguments
 from distaccum.tools.compare.difference import (
     ASPECTS,
     CONTENTS,
@@ -56,9 +57,8 @@ _SILENT = ("metrics.", "resume", "objective", "profile.", "trainer.log_every", "
 def main() -> None:
     """Runs ``distaccum compare``."""
     program.start()
-    name = program.name_of("compare")
     description = "Says the first window in which two runs differ, and in what. Silent where they are the same."
-    parser = program.Arguments("compare", description, _EPILOG)
+    parser = Arguments("compare", description, _EPILOG)
     parser.add_argument("a", type=Path, metavar="A", help="a run directory, as hydra.run.dir names it")
     parser.add_argument("b", type=Path, metavar="B", help="the one that it is compared with")
     parser.add_argument(
@@ -69,16 +69,16 @@ def main() -> None:
         runs = read_runs([given.a, given.b])
         finding = Finding(runs, [given.a, given.b])
     except ConfigError as error:
-        parser.exit(_MISUSE, f"{name}: configuration error: {error}\n")
+        parser.exit(_MISUSE, f"{parser.prog}: configuration error: {error}\n")
     except CheckpointError as error:
-        parser.exit(_MISUSE, f"{name}: {error}\n")
+        parser.exit(_MISUSE, f"{parser.prog}: {error}\n")
     except OSError as error:
-        parser.exit(_MISUSE, f"{name}: {error.filename}: {error.strerror}\n")
+        parser.exit(_MISUSE, f"{parser.prog}: {error.filename}: {error.strerror}\n")
     if given.json:
         program.say(f"{json.dumps(finding.as_dict(), indent=2, default=str)}\n")
     else:
         program.say("".join(f"{line}\n" for line in finding.lines()))
-        program.complain("".join(f"{name}: {note}\n" for note in finding.notes()))
+        program.complain("".join(f"{parser.prog}: {note}\n" for note in finding.notes()))
     sys.exit(0 if finding.same else _DIFFER)
 
 

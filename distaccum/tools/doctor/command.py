@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from distaccum import program
 from distaccum.errors import ConfigError, near_misses
+from distaccum.tools.arguments import Arguments
 from distaccum.tools.doctor.facts import Look
 from distaccum.tools.doctor.here import ALL_S, BETWEEN, TITLES, here, import_all, own_name
 from distaccum.tools.doctor.table import Examination, Section, show
@@ -167,7 +168,7 @@ def _report(
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     description = "What this machine, or a job's machines, have for training:\nwhat is wrong, and what mends it."
-    parser = program.Arguments("doctor", description, _EPILOG)
+    parser = Arguments("doctor", description, _EPILOG)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will go (default: runs)")
     parser.add_argument("--json", action="store_true", help="print the same facts as JSON")
     help_text = f"look at these alone: {', '.join(TITLES)}"

@@ -13,6 +13,7 @@ from secrets import token_hex
 
 from distaccum import program
 from distaccum.errors import ConfigError
+from distaccum.tools.arguments import Arguments
 from distaccum.tools.report.page import page
 from distaccum.tools.report.png import pictures
 from distaccum.tools.report.read import read_runs
@@ -31,9 +32,8 @@ exit codes: 0 written; 1 a file cannot be read or written; 2 a folder is no run
 def main() -> None:
     """Runs ``distaccum report``."""
     program.start()
-    name = program.name_of("report")
     description = "One HTML file of a run, or of several; a browser opens it from disk."
-    parser = program.Arguments("report", description, _EPILOG)
+    parser = Arguments("report", description, _EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory, as hydra.run.dir names it")
     output_help = f"default: RUN/{NAME}; of several runs ./{NAME}"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
@@ -47,10 +47,10 @@ def main() -> None:
         for path, content in drawn.items():
             write(path, content)
     except ConfigError as error:
-        program.complain(f"{name}: configuration error: {error}\n")
+        program.complain(f"{parser.prog}: configuration error: {error}\n")
         sys.exit(2)
     except OSError as error:
-        program.complain(f"{name}: {error.filename}: {error.strerror}\n")
+        program.complain(f"{parser.prog}: {error.filename}: {error.strerror}\n")
         sys.exit(1)
     program.say("".join(f"{path}\n" for path in (output, *drawn)))
 

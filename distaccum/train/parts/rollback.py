@@ -20,9 +20,9 @@ from distaccum.errors import SpikeError
 from distaccum.train import ema
 from distaccum.train.callbacks import restore as restore_callbacks
 from distaccum.train.components import TrainingComponents
-from distaccum.train.metrics.status import TRAINING
 from distaccum.train.parts.base import Done, Part
 from distaccum.train.parts.checkpoints import Checkpoints
+from distaccum.train.screen import TRAINING
 
 if TYPE_CHECKING:
     from distaccum.train.loop import Loop, TrainingRun

@@ -19,7 +19,7 @@ from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1C
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.base import Loss
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.losses.linear_cross_entropy import linear_cross_entropy, linear_scores
+from distaccum.losses.linear_cross_entropy import linear_cross_entropy
 from distaccum.models.cnn import CNN
 from distaccum.models.gpt import GPT
 from tests.support.threads import run_ranks
@@ -139,7 +139,9 @@ def test_scores_are_those_of_whole_logits_and_no_tensor_of_them_is_made() -> Non
     labels = torch.where(torch.arange(TOKENS) % 3 == 0, logits.argmax(1), LABELS)
     labels[::5] = -100
     with _Largest() as largest:
-        loss, right = linear_scores(hidden, weight, labels, bias, weights=WEIGHTS, chunk=CHUNK, classes=CLASSES)
+        loss, right = linear_cross_entropy(
+            hidden, weight, labels, bias, weights=WEIGHTS, chunk=CHUNK, classes=CLASSES, scores=True
+        )
     assert largest.elements == CHUNK * ROWS
     each = F.cross_entropy(logits.double(), labels, reduction="none") * WEIGHTS
     assert loss.item() == pytest.approx(each.sum().item(), rel=1e-6)
@@ -288,6 +290,6 @@ def test_a_label_in_the_padding_of_the_vocabulary_is_as_far_out_of_bounds_as_wit
     labels[7] = label
     with pytest.raises(IndexError, match="out of bounds"):
         F.cross_entropy(F.linear(hidden, weight)[:, :CLASSES], labels)
-    for head in (linear_cross_entropy, linear_scores):
+    for scores in (False, True):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            head(hidden, weight, labels, chunk=CHUNK, classes=CLASSES)
+            linear_cross_entropy(hidden, weight, labels, chunk=CHUNK, classes=CLASSES, scores=scores)

@@ -12,9 +12,8 @@ import torch
 from rich.console import Console
 
 from distaccum.distributed.world import World
-from distaccum.train.metrics.console import ConsoleLogger, open_console
+from distaccum.train.metrics.console import ConsoleLogger, Status, open_console
 from distaccum.train.metrics.loggers import JsonlLogger, rewind_jsonl
-from distaccum.train.metrics.status import Status
 from tests.support.terminal import on_terminal
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

@@ -9,9 +9,10 @@ from distaccum.accumulation.progress import Progress
 from distaccum.config.checks import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
-from distaccum.train.metrics import status
+from distaccum.train.metrics import console
+from distaccum.train.metrics.console import Status, clock_of
 from distaccum.train.metrics.flops import Utilization
-from distaccum.train.metrics.status import TRAINING, Status, clock_of
+from distaccum.train.screen import TRAINING
 
 
 class Run:
@@ -122,7 +123,7 @@ def test_a_rollback_begins_the_rates_anew(run: Run) -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_the_least_important_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "memory_of", lambda _: {"memory_bytes": 500 * 2**20})  # as wide on any machine
+    monkeypatch.setattr(console, "memory_of", lambda _: {"memory_bytes": 500 * 2**20})  # as wide on any machine
     run.train(11, each_s=1)
     run.status.note_loss(0.5)
     fields = ("step", "ETA", "loss", "tokens/s", "data wait", "RSS")
