@@ -253,27 +253,16 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
 
 
-def unknown_key(key: str, value: object, engine: str, known: Iterable[str] | None = None) -> ConfigError:
+def unknown_key(key: str, value: object, engine: str, known: Iterable[str] = ()) -> ConfigError:
     """The ConfigError for a setting that ``engine`` does not have, with similar names.
 
-    ``known`` are the names of all settings; by default those of all files in ``conf/``.
+    ``known`` are the names of all settings; by default those of this schema.
     """
     group, _, setting = key.partition(".")
     if group == "engine" and setting:
         return unknown_setting(engine, setting, value)
-    hint = near_misses(key, _known_keys() if known is None else known)
+    hint = near_misses(key, known or dotted(OmegaConf.to_container(OmegaConf.structured(RunConfig))))
     return ConfigError(key, value, f"no such setting{hint}", "`--cfg job` prints all settings there are")
-
-
-def _known_keys() -> list[str]:
-    """The dotted names of all settings in the YAML groups."""
-    names: dict[str, None] = {}
-    for path in sorted(conf_dir().rglob("*.yaml")):
-        if path.parent.name == "sweeps":  # in W&B's own format
-            continue
-        group = "" if path.parent == conf_dir() else f"{path.parent.name}."
-        names |= dict.fromkeys([group.rstrip("."), *dotted(OmegaConf.to_container(OmegaConf.load(path)), group)])
-    return list(names)
 
 
 def dotted(node: Any, prefix: str = "") -> list[str]:

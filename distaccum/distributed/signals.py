@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import active_children
 from threading import Thread
 from time import monotonic
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 # SIGTERM comes from Slurm, Kubernetes and torchrun; SIGUSR1 and SIGUSR2 from Slurm's --signal and from submitit.
@@ -68,9 +68,7 @@ class StopSignals:
             self._wake_up = _WakeUp(self._notice)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restores the previous handlers; if a signal was received, ignores further ones instead, but for Ctrl-C."""
         if self._wake_up is not None:
             self._wake_up.close()

@@ -22,7 +22,7 @@ from datetime import timedelta
 from multiprocessing import active_children
 from pathlib import Path
 from time import monotonic, sleep
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TextIO
 
 import torch
@@ -205,9 +205,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends it."""
         self._ended.set()
         self._thread.join(timeout=2 * _STORE_S)

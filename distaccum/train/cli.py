@@ -131,17 +131,13 @@ def _run_rank(environment: LaunchEnvironment, launch_of: Callable[[LaunchEnviron
     return exit_code
 
 
-def _nothing() -> None:
-    pass
-
-
 def _run_job(
     job: Job,
     launch: Launch,
     coordinator: JobCoordinator,
     signals: StopSignals,
     *,
-    accepted: Callable[[], None] = _nothing,
+    accepted: Callable[[], None] = lambda: None,
 ) -> RunResult:
     """Runs one job on this rank, and calls ``accepted`` once all ranks can run it.
 

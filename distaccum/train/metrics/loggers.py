@@ -183,16 +183,12 @@ def last_window(path: Path) -> int:
     return next((int(at) for at in places if at < math.inf), 0)
 
 
-def _nothing() -> None:
-    pass
-
-
 def rewind_jsonl(
     path: Path,
     window: int,
     *,
     logged: Mapping[str, int] | None = None,
-    before_writing: Callable[[], None] = _nothing,
+    before_writing: Callable[[], None] = lambda: None,
 ) -> None:
     """Moves the lines past ``window`` of ``NAME.jsonl`` to ``NAME.superseded.jsonl``, before a run resumes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
@@ -23,6 +24,7 @@ class TensorBoardLogger(Logger):
 
         folder = run.folder / "tensorboard"
         continues = any(folder.glob("events.out.tfevents.*"))
+        self._hook, threading.excepthook = threading.excepthook, self._note_dead_thread
         self._writer: Any = SummaryWriter(folder, purge_step=run.window + 1 if continues else None)
         self._window = run.window
         for record in () if continues else records_of(run.folder / "metrics.jsonl"):
@@ -42,7 +44,15 @@ class TensorBoardLogger(Logger):
 
     def close(self, *, failed: bool) -> None:
         """Closes the event file."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _note_dead_thread(self, dead: threading.ExceptHookArgs) -> None:
+        """Prints nothing of the writer's own thread, as on a full disk: the next call raises what it has raised."""
+        if not type(dead.thread).__module__.startswith("tensorboard."):
+            self._hook(dead)
 
     def _write(self, record: Record) -> None:
         self._window = record["window"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -9,15 +10,18 @@ import posixpath
 import random
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
 from distaccum import DataSpec, Logger, RunConfig, RunInfo, Trainer
@@ -295,6 +299,39 @@ def test_tensorboard_that_is_turned_on_later_has_what_was_before(tmp_path: Path)
     logger.log(_record(3))
     logger.close(failed=False)
     assert [step for step, _ in _scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 2, 3]
+
+
+def test_what_ends_tensorboards_own_thread_is_raised_and_not_printed_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told: list[object] = []
+    before = told.append
+    monkeypatch.setattr(threading, "excepthook", before)
+    running = set(threading.enumerate())
+    logger = TensorBoardLogger()
+    logger.begin(_info(tmp_path))
+    (writer,) = set(threading.enumerate()) - running
+    monkeypatch.setattr(RecordWriter, "write", fail)
+
+    def log_on() -> None:
+        for window in range(1, 1000):
+            logger.log(_record(window))
+            sleep(0.01)
+
+    with pytest.raises(OSError, match="No space left"):
+        log_on()
+    writer.join()
+    assert not told
+    other = Thread(target=fail)
+    other.start()
+    other.join()
+    assert len(told) == 1
+    with pytest.raises(OSError, match="No space left"):
+        logger.close(failed=True)
+    assert threading.excepthook is before
 
 
 # --------------------------------------------------------------------------------------------------- MLflow
