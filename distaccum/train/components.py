@@ -41,7 +41,6 @@ from distaccum.train.callbacks import Callback
 from distaccum.train.checks import CHECKS, Stated, Texts, check_optimizers, loading_of
 from distaccum.train.config_diff import structure
 from distaccum.train.evaluate import EvaluationMetric
-from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers, group_sizes
 from distaccum.train.schedules import Constant
@@ -282,19 +281,6 @@ def _warn_of_no_rate(optimizers: Sequence[Optimizer]) -> None:
 def _stage(stated: Mapping[str, int]) -> Stage:
     (unit,) = (unit for unit in LASTS if unit in stated)
     return Stage(stated["global_size"], stated[unit], unit)
-
-
-def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:
-    """What tells TFLOP/s and MFU; before an engine wraps the model. None where no card's peak is known or stated."""
-    metrics, device = components.config.metrics, components.device
-    stated = metrics.peak_tflops is not None or metrics.flops_per_sample is not None
-    if device.type != "cuda" and not stated:
-        return None
-    peak = None if metrics.peak_tflops is None else 1e12 * metrics.peak_tflops
-    if peak is None and device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(device), components.policy.name)
-    flops = metrics.flops_per_sample or ModelFlops(components.model, components.loss, device)
-    return Utilization(flops, peak=peak, ranks=world_size)
 
 
 def build_data(node: Node) -> DataSpec:

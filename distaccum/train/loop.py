@@ -18,8 +18,8 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.errors import NonFiniteError, SpikeError
 from distaccum.train.components import TrainingComponents
-from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import Logger
+from distaccum.train.metrics.meter import Utilization
 from distaccum.train.parts.base import Done, Part
 from distaccum.train.run_dir import RunDir
 from distaccum.train.screen import TRAINING

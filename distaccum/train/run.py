@@ -39,8 +39,8 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import PROFILER, REPORT, WINDOWS, load
-from distaccum.train.components import TrainingComponents, build_utilization
+from distaccum.program import PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.environment import is_restart, job_of_kubernetes, note_environment, note_start, refuse_crash_loop
@@ -388,7 +388,7 @@ def prepare_run(
     """
     screen.enter(session.says)
     restore = session.restore(components, world)
-    utilization = build_utilization(components, world.size) if world.is_main else None
+    utilization = load(UTILIZATION)(components, world.size) if world.is_main else None
     modules = summarize(components.model) if world.is_main else []  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
     session.prepare(accumulator, closing)

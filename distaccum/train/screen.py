@@ -13,7 +13,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.signals import StopSignals
 from distaccum.distributed.world import World
 from distaccum.train.live_line import erasing_streams
-from distaccum.train.metrics.flops import Utilization
+from distaccum.train.metrics.meter import Utilization
 
 if TYPE_CHECKING:
     from rich.console import Console

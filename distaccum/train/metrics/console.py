@@ -17,9 +17,8 @@ from distaccum.config.checks import size_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.live_line import LiveLine, takes_live_line
-from distaccum.train.metrics.flops import Utilization
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record
-from distaccum.train.metrics.meter import memory_of
+from distaccum.train.metrics.meter import Utilization, memory_of
 from distaccum.train.screen import TRAINING, Screen, say
 
 _LONGEST = 200  # characters of a text; metrics.jsonl has all

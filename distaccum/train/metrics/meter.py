@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -15,10 +16,40 @@ from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
-from distaccum.train.metrics.flops import Utilization
 
 Record = dict[str, Any]
 _PAGES = Path("/proc/self/statm")
+
+
+class Utilization:
+    """TFLOP/s and MFU of a run, from the samples of an interval.
+
+    Args:
+        flops: the operations of a sample; or what counts them in the first window, and gives None where it cannot.
+        peak: operations per second of one rank's card; None where that is not known.
+        ranks: of the run.
+    """
+
+    def __init__(self, flops: float | Callable[[Window], float | None], *, peak: float | None, ranks: int) -> None:
+        self._flops: float | Callable[[Window], float | None] | None = flops
+        self._peak, self._ranks = peak, ranks
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether :meth:`measure` has nothing left to do."""
+        return not callable(self._flops)
+
+    def measure(self, window: Window) -> None:
+        """Counts, once, in a window that has samples on this rank."""
+        if callable(self._flops) and window.micro_batches:
+            self._flops = self._flops(window)
+
+    def metrics(self, samples_per_s: float) -> dict[str, float]:
+        """Of a record; ``samples_per_s`` is over all ranks."""
+        if self._flops is None or callable(self._flops):
+            return {}
+        rate = self._flops * samples_per_s / self._ranks
+        return {"tflops_per_rank": rate / 1e12} | ({} if self._peak is None else {"mfu": rate / self._peak})
 
 
 class Meter:

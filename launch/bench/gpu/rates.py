@@ -7,7 +7,8 @@ from torch import nn
 
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
-from distaccum.train.metrics.flops import Utilization, count_flops, peak_flops
+from distaccum.tools.flops import count_flops, peak_flops
+from distaccum.train.metrics.meter import Utilization
 from launch.bench.gpu.figures import Figure, Options
 from launch.bench.gpu.runs import tokens_of_window
 

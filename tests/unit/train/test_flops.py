@@ -20,9 +20,8 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.models.gpt import GPT
-from distaccum.train.components import build_utilization
-from distaccum.train.metrics.flops import ModelFlops, Utilization, peak_flops
-from distaccum.train.metrics.meter import Meter
+from distaccum.tools.flops import ModelFlops, build_utilization, peak_flops
+from distaccum.train.metrics.meter import Meter, Utilization
 from tests.support.threads import run_ranks
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def test_a_model_that_reads_values_is_told_and_trains_on(caplog: pytest.LogCaptu
     window = Window(
         epoch=0, samples=2, counts={"loss": 2.0}, micro_batches=[micro], data_wait_s=0.0, ids=lambda: [range(2)]
     )
-    utilization = Utilization(ModelFlops(Reads(3, 2), CrossEntropy(), CPU), peak=1e12, ranks=1)
+    utilization = Utilization(ModelFlops(Reads(3, 2), CrossEntropy(), CPU).of_sample, peak=1e12, ranks=1)
     utilization.measure(window)
     assert utilization.is_measured
     assert utilization.metrics(1.0) == {}
@@ -129,7 +128,7 @@ def test_rates_are_of_one_rank_and_of_its_card() -> None:
 
 
 def test_a_window_without_samples_on_this_rank_is_not_counted() -> None:
-    utilization = Utilization(ModelFlops(_gpt(), CrossEntropy(), CPU), peak=None, ranks=1)
+    utilization = Utilization(ModelFlops(_gpt(), CrossEntropy(), CPU).of_sample, peak=None, ranks=1)
     utilization.measure(_window())
     assert not utilization.is_measured
     utilization.measure(_window(LENGTH))

@@ -11,7 +11,7 @@ from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.metrics import console
 from distaccum.train.metrics.console import Status, clock_of
-from distaccum.train.metrics.flops import Utilization
+from distaccum.train.metrics.meter import Utilization
 from distaccum.train.screen import TRAINING
 
 

@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer, World
 from distaccum.errors import ConfigError, ResourceError
+from distaccum.tools.flops import ModelFlops
 from distaccum.train.checks import check_loss
 from distaccum.train.evaluate import Evaluation
-from distaccum.train.metrics.flops import ModelFlops
 from tests.support import compared
 from tests.support.threads import run_ranks
 

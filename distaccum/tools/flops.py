@@ -1,4 +1,4 @@
-"""The floating-point operations of a sample, and what share of the cards' most a run makes of them: MFU.
+"""The floating-point operations of a sample and the most that a card makes, for what share a run makes of them: MFU.
 
 Source: A. Chowdhery et al., "PaLM" (2022), appendix B: the operations that the model needs, forward and backward, not
 those that are made again (of activation checkpointing by the engine, of fused attention), over what the cards could
@@ -25,6 +25,8 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState
 from distaccum.losses.base import AnyLoss, Loss
 from distaccum.losses.normalize import as_loss_sums
+from distaccum.train.components import TrainingComponents
+from distaccum.train.metrics.meter import Utilization
 
 # The most floating-point operations per second that a card makes, by its name and the format of the products.
 #
@@ -62,6 +64,19 @@ def peak_flops(card: str, precision: str) -> float | None:
 _log = logging.getLogger(__name__)
 _MOST = 8  # micro-batches that are counted, where they differ in shape
 _META = torch.device("meta")
+
+
+def build_utilization(components: TrainingComponents, world_size: int) -> Utilization | None:
+    """What tells TFLOP/s and MFU; before an engine wraps the model. None where no card's peak is known or stated."""
+    metrics, device = components.config.metrics, components.device
+    stated = metrics.peak_tflops is not None or metrics.flops_per_sample is not None
+    if device.type != "cuda" and not stated:
+        return None
+    peak = None if metrics.peak_tflops is None else 1e12 * metrics.peak_tflops
+    if peak is None and device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), components.policy.name)
+    flops = metrics.flops_per_sample or ModelFlops(components.model, components.loss, device).of_sample
+    return Utilization(flops, peak=peak, ranks=world_size)
 
 
 class ModelFlops:
@@ -115,38 +130,6 @@ class ModelFlops:
         finally:
             generators.restore()
         return total / samples
-
-
-class Utilization:
-    """TFLOP/s and MFU of a run, from the samples of an interval.
-
-    Args:
-        flops: counts the operations of a sample in the first window; or states them.
-        peak: operations per second of one rank's card; None where that is not known.
-        ranks: of the run.
-    """
-
-    def __init__(self, flops: ModelFlops | float, *, peak: float | None, ranks: int) -> None:
-        self._flops = flops if isinstance(flops, ModelFlops) else None
-        self._of_sample = None if isinstance(flops, ModelFlops) else flops
-        self._peak, self._ranks = peak, ranks
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether :meth:`measure` has nothing left to do."""
-        return self._flops is None
-
-    def measure(self, window: Window) -> None:
-        """Counts, once, in a window that has samples on this rank."""
-        if self._flops is not None and window.micro_batches:
-            self._of_sample, self._flops = self._flops.of_sample(window), None
-
-    def metrics(self, samples_per_s: float) -> dict[str, float]:
-        """Of a record; ``samples_per_s`` is over all ranks."""
-        if self._of_sample is None:
-            return {}
-        rate = self._of_sample * samples_per_s / self._ranks
-        return {"tflops_per_rank": rate / 1e12} | ({} if self._peak is None else {"mfu": rate / self._peak})
 
 
 def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
