@@ -39,7 +39,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.program import MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
@@ -63,7 +63,7 @@ from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import Screen, open_screen
 from distaccum.train.session import Session
-from distaccum.train.summary import ModuleRow, not_finite, print_header, print_summary, print_taken_over, summarize
+from distaccum.train.summary import not_finite, print_header, print_summary, print_taken_over
 
 _log = logging.getLogger(__name__)
 
@@ -389,7 +389,7 @@ def prepare_run(
     screen.enter(session.says)
     restore = session.restore(components, world)
     utilization = load(UTILIZATION)(components, world.size) if world.is_main else None
-    modules = summarize(components.model) if world.is_main else []  # an engine may take it apart
+    modules = load(MODULES)(components.model) if world.is_main else []  # an engine may take it apart
     accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
     session.prepare(accumulator, closing)
     components = _with_micro_batch(
@@ -429,7 +429,7 @@ def _open_loggers(
     *,
     before: Mapping[str, Any],
     note: str,
-    modules: Sequence[ModuleRow],
+    modules: Sequence[str],
     session: Session,
 ) -> list[Logger]:
     """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers of a run without any.
@@ -439,7 +439,7 @@ def _open_loggers(
         screen: has the console.
         before: the status that the process before left.
         note: for the header.
-        modules: of the model, for the header.
+        modules: of the model, as lines for the header.
         session: of the run.
     """
     components, accumulator, run_dir, console = run.components, run.accumulator, run.run_dir, screen.console

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from distaccum.models.gpt import GPT
-from distaccum.train.summary import summarize, table
+from distaccum.tools.modules import summarize, table
 
 
 def _gpt() -> GPT:
