@@ -8,10 +8,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -80,6 +78,8 @@ class EngineLock:
         return method(*args, **kwargs)
 
 
+PACKAGE = "deepspeed"
+"""The name of the package, and of distaccum's extra."""
 _LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's own default
 _MENDED = (0, 19, 8)
 _STAGE_3_MENDED = (0, 19, 3)
@@ -107,7 +107,6 @@ def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
         world_size=context.world_size,
     )
     deepspeed = load_deepspeed(context.device, planned=context.planned)
-    check_version(deepspeed)
     check_known_bugs(settings, deepspeed.__version__, context.device.type)
     check_values(settings)
     if context.policy.compute_dtype is torch.float16:
@@ -131,7 +130,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
     to stdout, keeps warnings but for those that say nothing new.
 
     Raises:
-        ConfigError: it is not installed, or cannot be imported.
+        ConfigError: it is not installed, cannot be imported, or is a version that is not known to be exact.
     """
     # It calls torch by names that torch is about to give up.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -157,6 +156,7 @@ def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:
     if device.type == "cpu" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
         cpu = import_module("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+    check_version(deepspeed)
     return deepspeed
 
 
@@ -259,53 +259,3 @@ def check_known_bugs(settings: Mapping[str, Any], version: str, device: str) -> 
     if stage in (1, 2) and zero.get("reduce_scatter") is False:
         problem = f"DeepSpeed {version} loses reduced gradients there"
         raise ConfigError(f"{_ZERO_KEY}.reduce_scatter", False, problem, remedy)
-
-
-# DeepSpeed's kernels: which are built, and which can be when they are first used.
-
-PACKAGE = "deepspeed"
-"""The name of the package, and of distaccum's extra."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ops:
-    """The kernels of the installed DeepSpeed, by name."""
-
-    version: str
-    installed: tuple[str, ...]
-    compatible: tuple[str, ...]
-    """Not installed; compiled at their first use, where there is a compiler."""
-
-
-def installed_version() -> str | None:
-    """The version of DeepSpeed, which is not imported for it; None where it is not installed."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return None
-
-
-def ops(device: torch.device) -> Ops:
-    """Imports DeepSpeed for this kind of device and asks each kernel, as ``ds_report`` does. Takes seconds.
-
-    Raises:
-        ConfigError: it is not installed, cannot be imported, or is a version that is not known to be exact.
-    """
-    deepspeed = load_deepspeed(device, planned=True)
-    check_version(deepspeed)
-    with suppress_output():
-        built: dict[str, bool] = import_module("deepspeed.git_version_info").installed_ops
-        builders: dict[str, Any] = import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
-        compatible = [name for name, builder in builders.items() if _is_compatible(builder)]
-    return Ops(
-        version=str(deepspeed.__version__),
-        installed=tuple(sorted(name for name, there in built.items() if there)),
-        compatible=tuple(sorted(name for name in compatible if not built.get(name))),
-    )
-
-
-def _is_compatible(builder: Any) -> bool:
-    try:
-        return bool(builder.is_compatible(verbose=False))
-    except Exception:  # a builder that fails to say so cannot be built either
-        return False

@@ -111,7 +111,6 @@ class DeepSpeedEngine(Engine):
         if policy.casts:
             compute_in(policy.compute_dtype, model)
         deepspeed = load_deepspeed(world.device)
-        internals.check_version(deepspeed)
         internals.forget_left_group(deepspeed)
         self._weights = MasterWeights(deepspeed, model, casts=policy.casts)
         self._groups = WholeGroups(optimizers, drops_empty=True)

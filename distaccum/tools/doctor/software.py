@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import distaccum
 from distaccum.config.extras import install_command
@@ -35,26 +37,50 @@ def installed() -> Look:
 
 
 def kernels() -> Look:
-    """DeepSpeed and its kernels. Imports it, which takes seconds."""
-    from distaccum.engines.deepspeed.compat import PACKAGE, installed_version, ops  # noqa: PLC0415  only where torch can be imported
-
-    import torch  # noqa: PLC0415  isort: skip
+    """DeepSpeed and its kernels, each asked as ``ds_report`` does. Imports it, which takes seconds."""
+    from distaccum.engines.deepspeed.compat import PACKAGE  # noqa: PLC0415  only where torch can be imported
 
     found = Look()
-    number = installed_version()
-    if number is None:
+    try:
+        number = version(PACKAGE)
+    except PackageNotFoundError:
         found.tell("DeepSpeed", f"not installed (engine=deepspeed needs it: {install_command(PACKAGE)})", "")
         return found
     found.tell("DeepSpeed", number)
     try:
-        seen = ops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        built, buildable = _kernels()
     except ConfigError as error:
         found.find(str(error), f"{sys.executable} -m pip install '{PACKAGE}>=0.19.8'")
         return found
-    found.tell("kernels built", ", ".join(seen.installed) or "none", list(seen.installed))
-    text = ", ".join(seen.compatible) or "none"
-    found.tell("kernels that can be built", f"{text} (compiled at first use)", list(seen.compatible))
+    found.tell("kernels built", ", ".join(built) or "none", built)
+    text = ", ".join(buildable) or "none"
+    found.tell("kernels that can be built", f"{text} (compiled at first use)", buildable)
     return found
+
+
+def _kernels() -> tuple[list[str], list[str]]:
+    """Those that are built, and those that a compiler can build when they are first used.
+
+    Raises:
+        ConfigError: DeepSpeed cannot be imported, or is a version that is not known to be exact.
+    """
+    import torch  # noqa: PLC0415  it may be what is wrong
+
+    from distaccum.engines.deepspeed.compat import load_deepspeed, suppress_output  # noqa: PLC0415
+
+    load_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"), planned=True)
+    with suppress_output():
+        built: dict[str, bool] = import_module("deepspeed.git_version_info").installed_ops
+        builders: dict[str, Any] = import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS
+        buildable = [name for name, builder in builders.items() if _is_compatible(builder)]
+    return sorted(name for name, there in built.items() if there), sorted(n for n in buildable if not built.get(n))
+
+
+def _is_compatible(builder: Any) -> bool:
+    try:
+        return bool(builder.is_compatible(verbose=False))
+    except Exception:  # a builder that fails to say so cannot be built either
+        return False
 
 
 def _torch(found: Look) -> None:
