@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.shares import Share, Shares, dealt
 from distaccum.engines.base import EngineState
-from distaccum.engines.ddp.masters import Weights
+from distaccum.engines.ddp.masters import Masters
 from distaccum.engines.ddp.zero1 import ZeRO1
 
 
@@ -43,7 +43,7 @@ class Mirror:
         aliases: Mapping[str, str],
         stepped: Callable[[], EngineState],
         *,
-        masters: Weights,
+        masters: Masters,
         keepers: Sequence[int] = (),
     ) -> None:
         self._world, self._aliases, self._masters, self._stepped = world, aliases, masters, stepped

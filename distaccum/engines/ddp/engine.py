@@ -25,7 +25,7 @@ from distaccum.engines.ddp.communicating import Communicating, uncounted
 from distaccum.engines.ddp.reducer import BucketReducer, Reduction, set_gradient, wrap
 from distaccum.engines.ddp.stepper import DDPProbe, WholeStepper, ZeRO1Stepper
 from distaccum.engines.ddp.tree import TreeReducer
-from distaccum.engines.ddp.unused import NoneUnused, UnusedParameters
+from distaccum.engines.ddp.unused import UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import trained
@@ -125,7 +125,7 @@ class DDPEngine(Engine):
         finds = config.find_unused_parameters
         changed = self._gradients_changed
         self.probe = DDPProbe(self, policy, stepper, self._stepped, leaves_out_unused=finds, changed=changed)
-        self._unused = UnusedParameters(self._parameters, stepped) if finds else NoneUnused()
+        self._unused = UnusedParameters(self._parameters, stepped, looks=finds)
         self._ran = self._syncs = self._reduced = False
         self._missing: list[nn.Parameter] = []  # that a boundary did not reach whose reduction follows it
         self._fault = ""  # why this rank's gradient is NaN

@@ -38,53 +38,11 @@ def check(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
                 raise ConfigError("precision", "bf16-weights", problem, "Use precision=bf16, or one plain optimizer")
 
 
-class Weights:
-    """What is stepped of each parameter is itself; see :class:`Masters`."""
-
-    rounded = False
-    """Whether weights are roundings of what is stepped."""
-    held = "optimizer state"
-    names: frozenset[str] = frozenset()
-
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What is stepped of ``parameter``."""
-        return parameter
-
-    def by_name(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The masters of this rank, with their weights' names."""
-        return []
-
-    def take_over(self, optimizers: Iterable[Optimizer]) -> None:
-        """Puts masters into the optimizers."""
-
-    def take_in(self) -> None:
-        """Before a step: follows changes of weights."""
-
-    def round(self) -> None:
-        """After a step: the weights follow."""
-
-    def in_place_of_weights(self, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A model's tensors with what is stepped in the place of weights."""
-        return model
-
-    def load(self, model: Mapping[str, Tensor]) -> None:
-        """Restores what is stepped from a model's tensors."""
-
-    def release(self, optimizers: Sequence[Optimizer]) -> None:
-        """Gives the optimizers their weights back."""
-
-    def whole(self, parameter: nn.Parameter) -> Tensor | None:
-        """The master of a weight, for its owner to send; None: it has none."""
-        return None
-
-    def restore(self) -> None:
-        """Makes weights what is stepped."""
-
-
-class Masters(Weights):
+class Masters:
     """The masters of one rank. Making it turns the model's trained fp32 parameters into their roundings.
 
-    Those of ``policy.keep_fp32`` stay as they are, and so do buffers, and what no optimizer steps.
+    Those of ``policy.keep_fp32`` stay as they are, and so do buffers, and what no optimizer steps. By a policy that
+    keeps no masters all stay as they are: what is stepped of each parameter is itself.
 
     Args:
         model: on its device, the same on every rank, and not wrapped yet.
@@ -92,15 +50,31 @@ class Masters(Weights):
         policy: whose ``parameter_dtype`` is that of the weights.
     """
 
-    rounded, held = True, "fp32 masters and optimizer state"
-
     def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer], policy: PrecisionPolicy) -> None:
-        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        kept = {id(p) for module in select(model, policy)[0].values() for p in module.parameters()}
-        named = dict(model.named_parameters(remove_duplicate=False))
+        self.rounded = policy.keeps_masters
+        """Whether weights are roundings of what is stepped."""
+        self.held = "fp32 masters and optimizer state" if self.rounded else "optimizer state"
         self._masters: dict[int, nn.Parameter] = {}  # by the weight's id; of those that this rank steps
         self._weights: list[nn.Parameter] = []
-        for parameter in {id(p): p for p in named.values()}.values():
+        named = dict(model.named_parameters(remove_duplicate=False))
+        if self.rounded:
+            self._make(model, named.values(), optimizers, policy)
+        rounded = {id(weight) for weight in self._weights}
+        self._names = {clean(name): p for name, p in named.items() if id(p) in rounded}
+        self.names = frozenset(self._names)
+        """Of all that have a master, on this rank or on another."""
+        self._note()
+
+    def _make(
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        optimizers: Iterable[Optimizer],
+        policy: PrecisionPolicy,
+    ) -> None:
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        kept = {id(p) for module in select(model, policy)[0].values() for p in module.parameters()}
+        for parameter in {id(p): p for p in parameters}.values():
             if not parameter.requires_grad or id(parameter) in kept or id(parameter) not in held:
                 continue
             parameter.grad = None
@@ -110,10 +84,6 @@ class Masters(Weights):
             self._weights.append(parameter)
             parameter.data = parameter.data.to(policy.parameter_dtype)
             accumulate_in_fp32(parameter)
-        rounded = {id(weight) for weight in self._weights}
-        self._names = {clean(name): p for name, p in named.items() if id(p) in rounded}
-        self.names = frozenset(self._names)  # of all that have a master, on this rank or on another
-        self._note()
 
     def _note(self) -> None:
         """Notes where the weights are, and what they are, by their versions: the host knows both."""
@@ -133,6 +103,8 @@ class Masters(Weights):
 
         Weights that are in no group by now are stepped by another rank: their masters are dropped.
         """
+        if not self.rounded:
+            return
         optimizers = list(optimizers)
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         stepped_elsewhere = [number for number in self._masters if number not in held]
@@ -215,6 +187,8 @@ class Masters(Weights):
 
     def release(self, optimizers: Sequence[Optimizer]) -> None:
         """Gives weights back in the place of their masters, in groups and state; see :meth:`restore`."""
+        if not self.rounded:
+            return
         weights = {id(self._masters[id(w)]): w for w in self._weights if id(w) in self._masters}
         for optimizer in optimizers:
             for master in [key for key in optimizer.state if id(key) in weights]:

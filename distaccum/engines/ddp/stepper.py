@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StateLayout
 from distaccum.engines.ddp import masters
-from distaccum.engines.ddp.masters import Masters, Weights
+from distaccum.engines.ddp.masters import Masters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.group_settings import WholeGroups
@@ -29,9 +29,8 @@ class WholeStepper:
 
     layout = StateLayout.FULL
     steps_parts = False
-
-    def __init__(self) -> None:
-        self.weights = Weights()
+    weights: Masters
+    """What is stepped of each parameter; :meth:`start` makes it."""
 
     def start(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, policy: PrecisionPolicy) -> None:
         """Makes weights and masters, and leaves the optimizers what this rank steps; before DDP looks at the model."""
@@ -39,8 +38,7 @@ class WholeStepper:
             masters.check(model, optimizers)
             masters.synchronize(model, world)
         self._prepare(optimizers, world)
-        if policy.keeps_masters:
-            self.weights = Masters(model, optimizers, policy)
+        self.weights = Masters(model, optimizers, policy)
         self._partition(optimizers)
 
     def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:
@@ -91,7 +89,6 @@ class ZeRO1Stepper(WholeStepper):
     steps_parts = True
 
     def __init__(self, shards: ZeRO1) -> None:
-        super().__init__()
         self.shards = shards
 
     def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:

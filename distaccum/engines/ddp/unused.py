@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -13,49 +13,27 @@ from distaccum.engines.ddp.reducer import set_gradient
 from distaccum.errors import MisuseError
 
 
-class NoneUnused:
-    """No parameter may be left unused, and nobody looks; see :class:`UnusedParameters`."""
-
-    looks = False
-
-    def __init__(self) -> None:
-        self.used: list[int] = []
-        """Of each parameter 1 if it was used here since the last step, else 0."""
-
-    def close(self) -> None:
-        """Nothing to remove."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def ignoring(self) -> AbstractContextManager[None]:
-        """Nothing to ignore."""
-        return nullcontext()
-
-    def masked(self, world: World, *, needs_some: bool) -> AbstractContextManager[None] | None:
-        """No parameter is masked."""
-        return None
-
-
-class UnusedParameters(NoneUnused):
+class UnusedParameters:
     """Notes which parameters were used since the last step.
 
     A zeroed gradient is not ``None``: momentum and weight decay would move a parameter that no rank used.
 
     Args:
         parameters: those that need a gradient, in the same order on every rank.
-        stepped: what is stepped of each; None: themselves.
+        stepped: what is stepped of each.
+        looks: whether a window may leave some unused; otherwise nobody looks.
     """
 
-    looks = True
-
-    def __init__(self, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter] | None = None) -> None:
-        super().__init__()
-        self._stepped = parameters if stepped is None else stepped
-        self.used = [0] * len(parameters)
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter], *, looks: bool = True
+    ) -> None:
+        self.looks = looks
+        self._stepped = stepped if looks else []
+        self.used = [0] * len(self._stepped)
+        """Of each parameter 1 if it was used here since the last step, else 0."""
         self._hooks = [
             parameter.register_hook(partial(self._mark, i))  # type: ignore[no-untyped-call]
-            for i, parameter in enumerate(parameters)
+            for i, parameter in enumerate(parameters if looks else [])
         ]
 
     def _mark(self, i: int, gradient: Tensor | None) -> None:
@@ -87,6 +65,9 @@ class UnusedParameters(NoneUnused):
         Raises:
             MisuseError: no rank used any, and ``needs_some``.
         """
+        if not self.looks:
+            yield
+            return
         anywhere = world.all_reduce_max_host(self.used)
         if needs_some and not any(anywhere):
             problem = "no loss of this window depends on a trained parameter, on any rank"
