@@ -72,11 +72,8 @@ class FusedUpdate:
         reduced: Sequence[nn.Parameter] = (),
         whole_norms: Callable[[Sequence[nn.Parameter]], Tensor] | None = None,
     ) -> None:
-        self._whole_norms = whole_norms
-        self._optimizers = optimizers
-        self._parameters = parameters
-        self._options = options
-        self._all_reduce_shards = all_reduce_shards
+        self.optimizers, self.parameters, self.options = optimizers, parameters, options
+        self.all_reduce_shards, self._whole_norms = all_reduce_shards, whole_norms
         self._known = frozenset(map(id, (*parameters.values(), *reduced)))
         self._begun: set[int] = set()  # the parameters that have optimizer state
 
@@ -90,7 +87,7 @@ class FusedUpdate:
         Raises:
             MisuseError: one of them is none of the parameters.
         """
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         held = {id(p) for parameters in groups for p in parameters if p.grad is not None}
         if not held <= self._known:
             raise MisuseError("a parameter was unfrozen after wrapping, and is not reduced: unfreeze it before")
@@ -108,17 +105,17 @@ class FusedUpdate:
             MisuseError: an optimizer holds a gradient that is none of the parameters'.
         """
         held = self.expect_known()
-        with_gradient = {name: p for name, p in self._parameters.items() if p.grad is not None}
+        with_gradient = {name: p for name, p in self.parameters.items() if p.grad is not None}
         found = [p.grad for p in with_gradient.values() if p.grad is not None]
-        if self._all_reduce_shards is not None:
+        if self.all_reduce_shards is not None:
             found = [to_local(gradient) for gradient in found]
         gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]
         norms = norms_of(gradients) if self._whole_norms is None else self._whole_norms(list(with_gradient.values()))
-        if self._all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
-            norms = self._all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
+        if self.all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
+            norms = self.all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)
             held = self.expect_known()  # without what no rank has used, whose zeros are gone
         norm = torch.linalg.vector_norm(norms) if gradients else norms.sum()
-        scaler = self._options.scaler
+        scaler = self.options.scaler
         scale: float | Tensor | None = scaler.current * divisor if scaler else None if divisor == 1.0 else divisor
         norm = norm if scale is None else norm / scale
         applied = finite = (norm < math.inf).to(norm.dtype)  # NaN is not less
@@ -140,10 +137,10 @@ class FusedUpdate:
     def _apply(self, held: set[int], remaining: Tensor | None, applied: Tensor) -> None:
         """Has the optimizers step on the gradients of ``held`` over ``remaining``, where ``applied`` is 1.0."""
         begun = held <= self._begun
-        fused = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self._optimizers]
+        fused = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers]
         if not ((begun and all(fused)) or HostCopy(applied).read() == 1.0):
             return
-        for optimizer, folds in zip(self._optimizers, fused, strict=True):
+        for optimizer, folds in zip(self.optimizers, fused, strict=True):
             if folds and applied.dtype == torch.float32 and not foreign_hooks(optimizer):
                 _step_fused(optimizer, remaining, 1.0 - applied)
             elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits; hooks see gradients
@@ -157,13 +154,13 @@ class FusedUpdate:
 
     def _clipped(self, gradients: list[Tensor], norm: Tensor, scale: float | Tensor | None) -> Tensor | None:
         """The remaining divisor of the gradients; None: 1. Clipping by value is done here, in place."""
-        if self._options.clip_value is not None:
-            bound = torch.zeros_like(norm) + self._options.clip_value * (1.0 if scale is None else scale)
+        if self.options.clip_value is not None:
+            bound = torch.zeros_like(norm) + self.options.clip_value * (1.0 if scale is None else scale)
             for gradient in gradients:
                 gradient.clamp_(-bound.to(gradient.dtype), bound.to(gradient.dtype))
-        if self._options.clip_norm is None:
+        if self.options.clip_norm is None:
             return None if scale is None else torch.ones_like(norm) * scale
-        excess = ((norm + _CLIP_EPSILON) / self._options.clip_norm).clamp_(min=1.0)
+        excess = ((norm + _CLIP_EPSILON) / self.options.clip_norm).clamp_(min=1.0)
         return excess if scale is None else excess * scale
 
 
@@ -374,47 +371,25 @@ class OptimizerStep:
     An engine makes it once the model is wrapped: wrapping replaces or moves the parameters.
 
     Args:
-        optimizers: over disjoint sets of the parameters.
-        parameters: those whose gradients make up the global one, by name.
+        update: the arithmetic of a step.
         modules: the model, and what wraps it: their ``zero_grad`` is refused while a window is open.
-        options: clipping and the loss scale.
         settings: of the optimizers' groups.
         window_open: whether one is.
-        all_reduce_shards: sums a tensor in place over the ranks that hold the gradient's shards; None where the
-            gradient is whole.
-        reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
-        whole_norms: see ``FusedUpdate``.
     """
 
     def __init__(
         self,
-        optimizers: Sequence[Optimizer],
-        parameters: Mapping[str, nn.Parameter],
+        update: FusedUpdate,
         modules: Sequence[nn.Module],
-        options: StepOptions,
         settings: GroupSettings,
         *,
-        window_open: Callable[[], bool] = lambda: True,
-        all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
-        reduced: Sequence[nn.Parameter] = (),
-        whole_norms: Callable[[Sequence[nn.Parameter]], Tensor] | None = None,
+        window_open: Callable[[], bool],
     ) -> None:
-        self.parameters = parameters
-        self._optimizers = optimizers
-        self._scaler = options.scaler
-        self._underflow_every = options.underflow_every if options.scaler else 0
+        self._update, self._settings = update, settings
+        self._scaler = update.options.scaler
+        self._underflow_every = update.options.underflow_every if self._scaler else 0
         self._attempts = 0
-        self._all_reduce_shards = all_reduce_shards
-        self._update = FusedUpdate(
-            optimizers,
-            parameters,
-            options,
-            all_reduce_shards=all_reduce_shards,
-            reduced=reduced,
-            whole_norms=whole_norms,
-        )
-        self._guard = StepGuard(optimizers, modules, window_open)
-        self._settings = settings
+        self._guard = StepGuard(update.optimizers, modules, window_open)
 
     def step(
         self, divisor: float, norm_bound: float, *, among: AbstractContextManager[None] | None = None
@@ -425,8 +400,8 @@ class OptimizerStep:
         self._attempts += 1
         if not (self._underflow_every and self._attempts % self._underflow_every == 0):
             return output
-        gradients = [to_local(p.grad) for p in self.parameters.values() if p.grad is not None]
-        sampled = underflow_fraction(gradients, self._all_reduce_shards) if gradients else None
+        gradients = [to_local(p.grad) for p in self._update.parameters.values() if p.grad is not None]
+        sampled = underflow_fraction(gradients, self._update.all_reduce_shards) if gradients else None
         return replace(output, underflow=sampled)
 
     def expect_known(self) -> None:
@@ -439,7 +414,7 @@ class OptimizerStep:
 
     def state(self, model: Mapping[str, Tensor], *, owns: Callable[[int], bool]) -> EngineState:
         """With the ``model``'s tensors; ``owns`` says whether this rank gives the n-th parameter's optimizer state."""
-        tensors, values = optimizer_state.collect(self._optimizers, self.parameters, owns=owns)
+        tensors, values = optimizer_state.collect(self._update.optimizers, self._update.parameters, owns=owns)
         values |= self._settings.changed()
         scaler = self._scaler.state_dict() if self._scaler else {}
         return EngineState(model=model, optimizer=tensors, optimizer_values=values, scaler=scaler)
@@ -451,10 +426,9 @@ class OptimizerStep:
             KeyError: it names a parameter that the model has not.
             ValueError: it has settings of a group that is not there.
         """
-        optimizer_state.load(
-            self._optimizers, self.parameters, state.optimizer, state.optimizer_values, model=state.model
-        )
-        self._settings.restore(state.optimizer_values)
+        own, values = self._update, state.optimizer_values
+        optimizer_state.load(own.optimizers, own.parameters, state.optimizer, values, model=state.model)
+        self._settings.restore(values)
         self._update.forget()
         if self._scaler and state.scaler:
             self._scaler.load_state_dict(dict(state.scaler))

@@ -30,7 +30,7 @@ from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import trained
 from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import OptimizerStep, StepOptions, zero_in_place
+from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep, StepOptions, zero_in_place
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
@@ -112,15 +112,9 @@ class DDPEngine(Engine):
             master.grad = parameter.grad
         self._watch = GradientWatch(partial(map, attrgetter("grad"), self._parameters))
         self._watch.note()
-        self._optimizer_step = OptimizerStep(
-            optimizers,
-            self._stepped,
-            (model, self._ddp),
-            options,
-            self._settings,
-            window_open=lambda: self.window_open,
-            reduced=self._parameters,
-        )
+        update = FusedUpdate(optimizers, self._stepped, options, reduced=self._parameters)
+        modules = (model, self._ddp)
+        self._optimizer_step = OptimizerStep(update, modules, self._settings, window_open=lambda: self.window_open)
         stepped = list(self._stepped.values())
         finds = config.find_unused_parameters
         changed = self._gradients_changed

@@ -41,7 +41,7 @@ from distaccum.engines.modules import (
     trained,
 )
 from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import OptimizerStep, StepOptions
+from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep, StepOptions
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
@@ -107,16 +107,14 @@ class FSDP2Engine(Engine):
         rebind_optimizers(model, optimizers, before, world)
         apply_precision(model, policy, world.device, warn=world.is_main)
         self._parameters = trained(model)
-        self._optimizer_step = OptimizerStep(
+        update = FusedUpdate(
             optimizers,
             self._parameters,
-            (model,),
             options,
-            self._settings,
-            window_open=lambda: self.window_open,
             all_reduce_shards=self._all_reduce_shards,
             whole_norms=WholeNorms(world) if numerics.fixed_order else None,
         )
+        self._optimizer_step = OptimizerStep(update, (model,), self._settings, window_open=lambda: self.window_open)
         self._units = Units(model, every=config.sync == "every", reshards=self._reshards)
         self._uneven_inputs = inputs = UnevenInputs(model, world, self._meet_others)
         self._order = BlockOrder(in_backward=lambda: inputs.differentiates)
