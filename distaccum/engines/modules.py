@@ -104,6 +104,20 @@ def to_local(tensor: Any) -> Tensor:
     return local
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex one with a dimension more, of real and imaginary parts; any other one as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def owners_by_size(sizes: Sequence[int], ranks: int) -> list[int]:
+    """A rank for each of ``sizes``: the largest go first, each to the rank with the least so far."""
+    owners, loads = [0] * len(sizes), [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
+
+
 def full_tensor(tensor: Any) -> Tensor:
     """All of a sharded tensor, on every rank (a collective); any other one as it is."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor

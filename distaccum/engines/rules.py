@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
-from distaccum.engines.modules import full_tensor, shard_over
+from distaccum.engines.modules import as_real, full_tensor, shard_over
 from distaccum.errors import ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -
 
 def end_to_end(values: Sequence[Tensor]) -> Tensor:
     """All numbers of some tensors, on the host; of sharded ones it is a collective."""
-    flat = (_real(full_tensor(value.detach())).flatten().cpu() for value in values)
+    flat = (as_real(full_tensor(value.detach())).flatten().cpu() for value in values)
     return torch.cat([torch.zeros(0), *flat])
 
 
@@ -242,10 +242,6 @@ def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     trial.state, trial.param_groups = defaultdict(dict), groups
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return trial
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

@@ -64,14 +64,6 @@ class WholeStepper:
         """Weights become what was stepped, on every rank."""
         self.weights.round()
 
-    def replicated(self) -> Mapping[str, Tensor]:
-        """The masters that every rank has, by names for people."""
-        return {f"the fp32 master of {name}": p for name, p in self.weights.by_name()}
-
-    def replicated_state(self, optimizers: Sequence[Optimizer], stepped: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the optimizers keep on every rank, by names for people."""
-        return by_entry(optimizers, stepped)
-
     def give_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves optimizers whole, over weights that are fp32 again; a collective where ranks step parts."""
         self.weights.release(optimizers)
@@ -124,14 +116,6 @@ class ZeRO1Stepper(WholeStepper):
         super().after_step()
         self.shards.broadcast()
 
-    def replicated(self) -> Mapping[str, Tensor]:
-        """None: one rank has a master."""
-        return {}
-
-    def replicated_state(self, optimizers: Sequence[Optimizer], stepped: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nothing: one rank has a parameter's."""
-        return {}
-
     def give_back(self, optimizers: Sequence[Optimizer]) -> None:
         """See :class:`WholeStepper`."""
         self._groups.release()
@@ -181,8 +165,9 @@ class DDPProbe(GradientProbe):
 
     def replicated(self) -> Mapping[str, Tensor]:
         """See :class:`GradientProbe`; masters as well, where every rank has them."""
-        return {**super().replicated(), **self._stepper.replicated()}
+        masters = [] if self._stepper.steps_parts else self._stepper.weights.by_name()
+        return {**super().replicated(), **{f"the fp32 master of {name}": p for name, p in masters}}
 
     def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
         """See :class:`GradientProbe`; of zero1 nothing, as one rank has a parameter's."""
-        return 0, self._stepper.replicated_state(self._engine.optimizers, self._stepped)
+        return 0, {} if self._stepper.steps_parts else by_entry(self._engine.optimizers, self._stepped)

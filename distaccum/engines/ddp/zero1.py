@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from distaccum.distributed.world import World
-from distaccum.engines.modules import put_back
+from distaccum.engines.modules import owners_by_size, put_back
 from distaccum.errors import DistaccumError
 
 _log = logging.getLogger(__name__)
@@ -48,17 +48,12 @@ class ZeRO1:
     def partition(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves each optimizer the parameters that this rank steps; every rank computes the same partition.
 
-        The largest go first, each to the rank with the least so far. Each optimizer's are partitioned separately, as
-        one kind may keep more per element than another.
+        Each optimizer's are partitioned separately, as one kind may keep more per element than another.
         """
         for optimizer in optimizers:
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            owners: dict[int, int] = {}
-            loads = [0] * self._world.size
+            owners = dict(zip(map(id, held), owners_by_size([p.numel() for p in held], self._world.size), strict=True))
             self._whole.append(([list(group["params"]) for group in optimizer.param_groups], owners))
-            for parameter in sorted(held, key=lambda p: -p.numel()):
-                owners[id(parameter)] = lightest = loads.index(min(loads))
-                loads[lightest] += parameter.numel()
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if owners[id(p)] == self._world.rank]
             for parameter in held:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distaccum.data.plan.units import Deal, Node
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2.internals import ShardedModel
-from distaccum.engines.modules import to_local
+from distaccum.engines.modules import as_real, owners_by_size, to_local
 from distaccum.engines.optimizer_step import norms_of
 from distaccum.engines.partial_sums import BlockClock, add_up
 from distaccum.errors import MisuseError
@@ -68,9 +68,9 @@ class WholeNorms:
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Of the parameters' gradients, shape ``(parameters,)``: 0 where another rank has the whole; a collective."""
-        shards = [_real(to_local(parameter.grad)) for parameter in parameters]
+        shards = [as_real(to_local(parameter.grad)) for parameter in parameters]
         wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
-        owners = _owners([parameter.numel() for parameter in parameters], self._ranks)
+        owners = owners_by_size([parameter.numel() for parameter in parameters], self._ranks)
         own = [i for i, owner in enumerate(owners) if owner == self._rank]
         norms = torch.zeros(len(shards), dtype=wide, device=shards[0].device) if shards else torch.zeros(0)
         if own_wholes := self._gather(parameters, shards, owners, own, wide):
@@ -109,19 +109,6 @@ class WholeNorms:
         whole = parameter.shape[0]
         most = -(-whole // self._ranks)
         return max(0, min(most, whole - rank * most))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """A rank for each size: the largest go first, each to the rank with the least so far."""
-    owners, held = [0] * len(sizes), [0] * ranks
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[i] = held.index(min(held))
-        held[owners[i]] += sizes[i]
-    return owners
 
 
 Sums = list[Tensor | None]
