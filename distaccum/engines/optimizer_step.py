@@ -237,10 +237,6 @@ _ATTRIBUTE = "_distaccum_lock"  # of an optimizer
 WindowOpen = Callable[[], bool]
 
 
-def _always() -> bool:
-    return True
-
-
 def is_guarded(optimizer: Optimizer) -> bool:
     """Whether an engine steps it."""
     return _ATTRIBUTE in vars(optimizer)
@@ -259,9 +255,7 @@ class StepGuard:
         window_open: whether the engine's window is open.
     """
 
-    def __init__(
-        self, optimizers: Iterable[Optimizer], modules: Iterable[nn.Module], window_open: WindowOpen = _always
-    ) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], modules: Iterable[nn.Module], window_open: WindowOpen) -> None:
         self._window_open = window_open
         self._locks = [_OptimizerLock.of(optimizer) for optimizer in optimizers]
         self._modules = [_ModuleLock.of(module) for module in modules]

@@ -252,10 +252,10 @@ class DDPEngine(Engine):
     def _end_reduction(self) -> None:
         """With ``find_unused_parameters`` DDP reduces for the parameters that the loss does not depend on."""
         if self._watch.unchanged:  # it depends on none, and DDP has not begun
-            with self._unused_ignored():
+            with self._unused.ignoring():
                 self._reduction.join(0.0)
         elif unreached := self._reduction.unreached():  # part of the loss, and the backward stopped before
-            with self._unused_ignored():
+            with self._unused.ignoring():
                 self._reduction.complete(unreached, 0.0)
         self._reduced = True
 
@@ -287,7 +287,7 @@ class DDPEngine(Engine):
         self._watch.check()
         if self._missing:
             self._fault = self._unused_message(self._missing)
-        with self._unused_ignored(), uncounted():
+        with self._unused.ignoring(), uncounted():
             self._reduction.join(nan if self._missing else -0.0)
         self._reduced = True
         self._watch.note()
@@ -303,11 +303,8 @@ class DDPEngine(Engine):
             self._watch.note()
 
     def _join_with_zeros(self) -> None:
-        with self._unused_ignored():
+        with self._unused.ignoring():
             self._reduction.join(0.0)
-
-    def _unused_ignored(self) -> AbstractContextManager[None]:
-        return self._unused.ignoring()
 
     def _step(self, divisor: float) -> StepOutput:
         """Steps on the reduced gradients: every rank holds the same ones, bit by bit, so all take one decision.
@@ -338,7 +335,7 @@ class DDPEngine(Engine):
             self.begin_window(0, deal)
         sends = not self._reduced
         self._reducer.give_up()
-        with self._unused_ignored():
+        with self._unused.ignoring():
             if self._reduction.running:
                 sends = self._end_interrupted()
             else:

@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from distaccum.config.engine import STAGES, DeepSpeedConfig
@@ -115,12 +114,6 @@ def check(model: nn.Module, context: EngineContext) -> dict[str, Any]:
     elements = sum(parameter.numel() for parameter in model.parameters())
     settings["zero_optimization"].setdefault("reduce_bucket_size", min(_LARGEST_BUCKET, elements))
     return settings
-
-
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ConfigError for more than one optimizer, or none."""
-    if len(optimizers) != 1:
-        raise ConfigError("engine", "deepspeed", f"steps one optimizer, not {len(optimizers)}", "Join them in one")
 
 
 def load_deepspeed(device: torch.device, *, planned: bool = False) -> Any:

@@ -20,7 +20,7 @@ from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout
 from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed import internals
 from distaccum.engines.deepspeed import optimizer_state as flat_state
-from distaccum.engines.deepspeed.compat import EngineLock, check_optimizers, compute_in, load_deepspeed, suppress_output
+from distaccum.engines.deepspeed.compat import EngineLock, compute_in, load_deepspeed, suppress_output
 from distaccum.engines.deepspeed.optimizer_state import EditedWeights, MasterWeights, check_rule, leaves_alone
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, WholeGroups, differ, fingerprint
@@ -51,7 +51,8 @@ _DIFFERENT_MODULES = (
 
 
 def _check(model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
-    check_optimizers(optimizers)
+    if len(optimizers) != 1:
+        raise ConfigError("engine", "deepspeed", f"steps one optimizer, not {len(optimizers)}", "Join them in one")
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage >= _FIRST_THAT_SHARDS_PARAMETERS and names_set_aside(model):
         problem = "with adapters, whose frozen base checkpoints leave out, it was not tried"
@@ -103,6 +104,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(model, optimizers, world, policy, scaler=scaler, facts=facts)
         parameters = trained(model)
         self._names, self._trained = list(parameters), list(parameters.values())
+        self._names_by_id = {id(parameter): name for name, parameter in parameters.items()}
         self._needs_gradient = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         if stage:
             check_rule(optimizers[0], parameters)
@@ -356,9 +358,7 @@ class DeepSpeedEngine(Engine):
                 f"{problem}, which decays it and moves it by its momentum: requires_grad_(False) before the model is "
                 "wrapped, or engine=ddp with engine.find_unused_parameters=true, or engine.stage=0"
             )
-        copies = internals.fp32_copies(self._engine.optimizer)
-        own = {name: p for name, p in zip(self._names, self._trained, strict=True) if name in set(unused)}
-        self._left_out = [copies.get(id(p), p) for p in own.values()]
+        self._left_out = [p for name, p in self._stepped().items() if name in set(unused)]
 
     def _leave_out(self, *_: object) -> None:
         """Before the optimizer's step, at stage 0: what no rank used has no gradient, as in plain torch."""
@@ -428,7 +428,7 @@ class DeepSpeedEngine(Engine):
         return flat_state.collect(
             self._optimizers[0],
             self._gradients.flats(),
-            {id(p): name for name, p in zip(self._names, self._trained, strict=True)},
+            self._names_by_id,
             owns=lambda name: owners[name] == self._world.rank,
         )
 
@@ -461,8 +461,7 @@ class DeepSpeedEngine(Engine):
                     self._optimizers, self._stepped(), state.optimizer, state.optimizer_values, model=state.model
                 )
                 return
-            names = {id(p): name for name, p in zip(self._names, self._trained, strict=True)}
-            flats = self._gradients.flats()
+            flats, names = self._gradients.flats(), self._names_by_id
             flat_state.load(self._optimizers[0], flats, names, state.optimizer, state.optimizer_values)
 
     def _own_edits(self) -> None:
