@@ -177,7 +177,9 @@ def test_under_torchrun_it_is_said_once_before_any_process_group(
     assert "exitcode  : 2" in finished.stderr
 
 
-@pytest.mark.parametrize("mistake", ["batch.micro_size=1000", "optim.lr=abc", "optim.nothing=1"])
+@pytest.mark.parametrize(
+    "mistake", ["batch.micro_size=1000", "optim.lr=abc", pytest.param("optim.nothing=1", marks=pytest.mark.slow)]
+)
 def test_the_status_says_why(tmp_path: Path, mistake: str) -> None:
     finished = run(mistake, f"hydra.run.dir={tmp_path}")
     found = status(tmp_path)

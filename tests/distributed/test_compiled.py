@@ -19,13 +19,7 @@ TIMES = 3
 QUICK = ["gradient,fsdp2 boundary,blocks,aot_eager,bf16"]
 ENGINES = ["ddp,blocks", "ddp,model", "zero1,blocks", "zero1,model", "fsdp2 boundary,blocks", "fsdp2 every,blocks"]
 RECOMPUTED = ["fsdp2 recomputed,blocks", "fsdp2 selective,blocks"]
-SLOW = [
-    "gradient,ddp,model,aot_eager,fp32",
-    "gradient,zero1,blocks,aot_eager,bf16",
-    "gradient,fsdp2 recomputed,blocks,aot_eager,fp32",
-    "resume,ddp,model,aot_eager,fp32",
-    "resume,fsdp2 recomputed,blocks,aot_eager,fp32",
-]
+SLOW = ["gradient,ddp,model,aot_eager,fp32", "resume,fsdp2 recomputed,blocks,aot_eager,fp32"]
 INDUCTOR = [f"{task},ddp,blocks,inductor,fp32" for task in ("gradient", "slope")]
 # Of DeepSpeed what it trains in fp32; its state is its own.
 DEEPSPEED = [f"deepspeed {stage},{parts}" for stage in range(3) for parts in ("blocks", "model")]

@@ -85,9 +85,8 @@ def test_a_refused_run_leaves_the_old_ones_files_alone(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    "start", [["-m", "distaccum.train"], pytest.param([str(ROOT / "launch" / "train.py")], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [["-m", "distaccum.train"], [str(ROOT / "launch" / "train.py")]])
 def test_python_alone_is_a_world_of_one(tmp_path: Path, start: list[str]) -> None:
     subprocess.run(
         [sys.executable, *start, *SHORT, f"hydra.run.dir={tmp_path}"],

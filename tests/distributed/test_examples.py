@@ -57,7 +57,8 @@ def test_the_encoder_decoder_learns(tmp_path: Path, world: int) -> None:
     assert "global batch 2,048 tokens" in printed
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_keras_classifier_learns(tmp_path: Path, world: int) -> None:
     if find_spec("keras") is None:  # an import would want the backend that the example sets
         pytest.skip("keras is not installed")

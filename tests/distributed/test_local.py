@@ -22,6 +22,7 @@ def _start(*arguments: object, **extra: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_is_found_before_torchrun_starts(tmp_path: Path) -> None:
     process = _start(*TINY, "trainer.max_step=1", f"hydra.run.dir={tmp_path / 'run'}")
     said, error = process.communicate(timeout=60)

@@ -81,7 +81,7 @@ def test_memory_that_is_over_in_a_dataset(tmp_path: Path, says: Callable[[str], 
     says="rank 1: DataError: the loading process ... was killed by SIGKILL, as the kernel does when memory is over"
     "... Lower num_workers, or give it more memory; /dev/shm has ... MiB free",
 )
-@pytest.mark.parametrize("at", [3, 7, 20])
+@pytest.mark.parametrize("at", [7, *(pytest.param(at, marks=pytest.mark.heavy) for at in (3, 20))])
 def test_a_loading_process_that_is_killed(tmp_path: Path, at: int, says: Callable[[str], None]) -> None:
     finished = _fail(tmp_path, "model=cnn", "+data.how=9", f"+data.at={at}", "trainer.num_workers=1")
     says(finished.stderr)
@@ -108,7 +108,9 @@ def test_a_loading_process_whose_shared_memory_is_over(tmp_path: Path, says: Cal
     says="rank ... while training (process ...). Fatal Python error: Aborted at ...; its stacks are in ...: if each "
     "was in a collective of its own, call both on every rank, in the same order",
 )
-@pytest.mark.parametrize(("numbers", "rank"), [(1, 0), (3, 1), (100_000, 0)])
+@pytest.mark.parametrize(
+    ("numbers", "rank"), [(1, 0), *(pytest.param(*one, marks=pytest.mark.heavy) for one in ((3, 1), (100_000, 0)))]
+)
 def test_a_collective_that_one_rank_alone_calls(
     tmp_path: Path, numbers: int, rank: int, says: Callable[[str], None]
 ) -> None:

@@ -15,12 +15,8 @@ from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, run,
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
 GONE = Path(__file__).parent / "workers" / "gone.py"
-FEW = [
-    Cell("ddp", "fp32", "drawing"),
-    Cell("zero1", "fp32", "two losses"),
-    Cell("fsdp2", "fp16", "micro tokens"),
-    Cell("fsdp2", "fp32", "units of one"),
-]
+FEW = [Cell("ddp", "fp32", "drawing"), Cell("fsdp2", "fp16", "micro tokens")]
+REST = [cell for cell in COVERING if cell not in FEW]
 MANY = [Cell("fsdp2", "fp32", "plain"), Cell("ddp", "fp16", "few blocks"), Cell("zero1", "bf16", "tokens")]
 SETTINGS = (
     *TINY,
@@ -49,9 +45,10 @@ def test_a_few_cells_are_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_covering_set_is_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
-    found = _expect_same(COVERING, (1, 3), tmp_path)
-    assert len({one["all"] for one in found[1]}) > len(COVERING) - 3  # the engines of one program may agree
-    by_cell = dict(zip(COVERING, found[1], strict=True))
+    """But for the few of the test above."""
+    found = _expect_same(REST, (1, 3), tmp_path)
+    assert len({one["all"] for one in found[1]}) > len(REST) - 3  # the engines of one program may agree
+    by_cell = dict(zip(REST, found[1], strict=True))
     assert by_cell[Cell("ddp", "fp16", "few blocks")]["skips"] > 1
     assert all(len(one["records"]) > 3 for one in found[1])
 
@@ -60,7 +57,7 @@ def test_a_covering_set_is_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_each_engine_is_the_same_on_2_to_8_ranks(tmp_path: Path) -> None:
     """On 8 there are as many ranks as blocks in one of them."""
-    _expect_same(MANY, (1, 2, 4, 8), tmp_path)
+    _expect_same(MANY, (1, 2, 8), tmp_path)
 
 
 @pytest.mark.heavy

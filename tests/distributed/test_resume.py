@@ -182,6 +182,7 @@ def test_two_ranks_then_one_then_three(tmp_path: Path, says: Callable[[str], Non
     assert [record["loss"] for record in moved] == pytest.approx([record["loss"] for record in whole], rel=wide.AGREES)
 
 
+@pytest.mark.slow
 def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
     refused = run(*SETTINGS, "batch.global_size=12", f"hydra.run.dir={tmp_path}")

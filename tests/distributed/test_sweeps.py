@@ -37,7 +37,7 @@ def _last(folder: Path, name: str) -> float:
     return float(values[-1])
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_optuna_finds_the_best_of_what_the_runs_recorded(tmp_path: Path, world: int) -> None:
     sweep = tmp_path / "sweep"
     interval = "optim.lr=tag(log, interval(1e-4, 1e-1))"

@@ -20,7 +20,7 @@ SIZES = ({}, {"size": 26}, {"size": 28, "micro_size": 1})
 Cell = Mapping[str, Any]
 
 
-def _run(folder: Path, cells: Sequence[Cell], world: int, *, warm: str = "torch") -> list[dict[str, Any]]:
+def _run(folder: Path, cells: Sequence[Cell], world: int, *, warm: str = "distaccum") -> list[dict[str, Any]]:
     asked, answered = folder / f"cells-{world}.json", folder / f"errors-{world}.json"
     asked.write_text(json.dumps(cells))
     succeed(answered, asked, world=world, script=WORKER, timeout=150, warm=warm, PYTHONPATH=str(ROOT))

@@ -191,6 +191,7 @@ def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> No
     assert first < 2.5 * plain  # a forward and a backward more, and what compares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "number"), [(2, 12), pytest.param(3, 300, marks=pytest.mark.heavy)])
 def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> None:
     runs = random_runs(number)
@@ -201,7 +202,9 @@ def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> N
         assert said[0] or (run.engine.startswith("fsdp2") and run.level == 2), run  # a line in the log says why not
 
 
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i in (1, 4) else pytest.mark.slow) for i, name in enumerate(COVERING)]
+)
 def test_a_mutant_is_caught_at_run_time(name: str) -> None:
     mutant, run = next((mutant, run) for mutant, run in CASES if mutant.name == name)
     (said,) = verification.sayings(mutant, [run])

@@ -219,6 +219,7 @@ def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(environment)
+    os.fsync = lambda _: None  # as in tests/conftest.py
     script, *_ = sys.argv = request["arguments"]
     sys.path[0] = str(Path(script).parent)
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

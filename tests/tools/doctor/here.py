@@ -23,7 +23,7 @@ def looked(act: Callable[[], Look], *, after: Callable[[], object] = lambda: Non
         after()
         return act()
 
-    found = look(Probe(name="probe", act=both, limit_s=60))
+    found = look(Probe(name="probe", act=both, limit_s=240))
     assert [fact.text for fact in found.facts if fact.text.startswith(("could not", "no answer"))] == []
     return found
 

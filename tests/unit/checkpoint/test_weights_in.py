@@ -197,6 +197,7 @@ def _mapped() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 def test_a_sharded_engine_reads_its_slices_alone(tmp_path: Path) -> None:
     weight = torch.arange(1024.0)[:, None].expand(-1, 16384).contiguous()  # 64 MiB
     save_file({"weight": weight}, tmp_path / "model.safetensors")

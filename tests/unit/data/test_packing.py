@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,16 @@ def train(engine: str, world: World, positions: str = "rotary", updates: int = 1
     return before - torch.cat([weights[name].flatten() for name in names])
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+ENGINES, WORLDS, POSITIONS = ("ddp", "zero1", "fsdp2"), (1, 2, 4), ("rotary", "learned")
+
+
+def _cells() -> Iterator[Any]:
+    """Every engine, world and kind of positions; positions take turns, and the other half is heavy."""
+    for (i, engine), (j, world), (k, positions) in product(*map(enumerate, (ENGINES, WORLDS, POSITIONS))):
+        yield pytest.param(engine, world, positions, marks=pytest.mark.heavy if (i + j + k) % 2 else ())
+
+
+@pytest.mark.parametrize(("engine", "world", "positions"), list(_cells()))
 def test_the_gradient_is_that_of_documents_alone(engine: str, world: int, positions: str) -> None:
     truth = gradient_alone(positions)
     for found in run_ranks(world, lambda one: train(engine, one, positions)):
@@ -144,6 +153,7 @@ def _fit(run_dir: Path, steps: int, *, model: nn.Module | None = None, **more: A
     return trainer.fit(), model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_learns_the_same_and_resumes_bit_by_bit(gloo_world: World, tmp_path: Path) -> None:
     packing = {"packing": "documents"}
     plain, weights = _fit(tmp_path / "plain", 4)

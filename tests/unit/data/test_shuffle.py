@@ -28,6 +28,7 @@ def test_a_lookup_is_the_same_alone_as_among_others() -> None:
     assert [int(shuffle(np.array([i]))[0]) for i in range(0, 1000, 77)] == whole[::77].tolist()
 
 
+@pytest.mark.slow
 def test_every_position_receives_every_sample_about_equally_often() -> None:
     samples, trials = 20, 4000
     counts = np.zeros((samples, samples))

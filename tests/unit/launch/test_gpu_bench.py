@@ -46,6 +46,7 @@ def _measured(name: str, *figures: dict[str, Any], error: str = "", small: bool 
     return Measured(part="speed", name=name, small=small).done(figures, error=error, seconds=1.23)
 
 
+@pytest.mark.slow
 def test_a_target_that_does_not_hold_is_reported_and_ends_the_run_with_1(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +203,8 @@ def test_the_program_that_starts_the_processes_loads_no_torch() -> None:
 @pytest.mark.parametrize(
     ("names", "least"),
     [
-        pytest.param("tests,engines,two ranks,resume", 45, marks=pytest.mark.slow),
+        pytest.param("engines,two ranks", 43, marks=pytest.mark.slow),
+        pytest.param("tests,resume", 2, marks=pytest.mark.heavy),
         pytest.param("deepspeed,compiled", 10, marks=pytest.mark.heavy),
     ],
 )

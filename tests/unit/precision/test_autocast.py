@@ -717,11 +717,27 @@ class Plain(nn.Module):
         return self.head(self.blocks[1](self.blocks[0](x)))  # type: ignore[no-any-return]
 
 
+_KEPT, _ONLY = {"keep_fp32": ["blocks.0", "head"]}, {"only": ["blocks.*"], "keep_fp32": ["*.0.norm"]}
+
+
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "settings", [{"keep_fp32": ["blocks.0", "head"]}, {"only": ["blocks.*"], "keep_fp32": ["*.0.norm"]}]
+@pytest.mark.parametrize(  # every two of the three values meet
+    ("settings", "backend", "in_place"),
+    [
+        (_KEPT, "eager", True),
+        (_KEPT, "aot_eager", False),
+        (_ONLY, "eager", False),
+        (_ONLY, "aot_eager", True),
+        *(
+            pytest.param(*rest, marks=pytest.mark.heavy)
+            for rest in (
+                (_KEPT, "eager", False),
+                (_KEPT, "aot_eager", True),
+                (_ONLY, "eager", True),
+                (_ONLY, "aot_eager", False),
+            )
+        ),
+    ],
 )
 def test_a_model_that_is_compiled_afterwards_computes_as_it_is_told(
     settings: dict[str, list[str]], backend: str, in_place: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from math import sqrt
 from typing import Any
 
@@ -98,6 +99,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if tall else x
 
 
+@cache
 def reference(dtype: torch.dtype, iterates: torch.dtype) -> Weights:
     """By one process on whole batches: forwards in ``dtype``, Newton-Schulz in ``iterates``, and the rest in fp64."""
     now: Weights = {name: p.detach().double() for name, p in make_model().named_parameters()}
