@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
@@ -156,17 +156,14 @@ class Owner:
 
     Args:
         folder: the run directory.
-        after: the token of a holder that is known to be gone; empty for none.
-        generation: of an elastic run, of which this process is the first rank by now; it takes over from earlier ones.
 
     Raises:
         ConfigError: another run holds it, or it cannot be written.
     """
 
-    def __init__(self, folder: Path, *, after: str = "", generation: int = 0) -> None:
-        self._after = after
+    def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
-        self.holder = replace(Holder.here(), generation=generation)
+        self.holder = Holder.here()
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="run-directory-owner", daemon=True)
 
@@ -223,7 +220,7 @@ class Owner:
                     if (other := read_holder(self._path.parent)) is None:
                         continue
                     who = other.who
-                reason = self._why_dead(other)
+                reason = self.why_dead(other)
                 if reason is None and self._is_alive(other):
                     raise _refusal(self._path, who)
                 if reason is None:
@@ -248,13 +245,9 @@ class Owner:
             raise
         return True
 
-    def _why_dead(self, other: Holder | None) -> str | None:
-        """None if it may live."""
+    def why_dead(self, other: Holder | None) -> str | None:
+        """Why the holder is taken over; None if it may live."""
         mine = self.holder
-        if other is not None and other.token == self._after:
-            return "is gone, as the other ranks know"
-        if other is not None and other.launch == mine.launch and other.generation < mine.generation:
-            return f"was first in generation {other.generation} of this run"  # and may have died before it told anybody
         if other is not None and other.machine == mine.machine:
             if not _runs(other):
                 return "is gone"

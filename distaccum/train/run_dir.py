@@ -131,23 +131,22 @@ class RunDir:
         return self if world.is_main else RunDir(Path(path), token=token, secrets=self.secrets)
 
     @contextmanager
-    def own(self, *, after: str = "", generation: int = 0) -> Iterator[None]:
+    def own(self, successor: Owner | None = None) -> Iterator[None]:
         """Owns the folder for the block, and clears away what a process that died has left in it.
 
         Args:
-            after: the token of an owner that is known to be gone.
-            generation: of an elastic run; see :class:`~distaccum.train.owner.Owner`.
+            successor: owns it after another process of the same run, which may wake.
 
         Raises:
             ConfigError: another run owns it, or it cannot be written.
         """
-        with Owner(self.path, after=after, generation=generation) as holding:
+        with successor or Owner(self.path) as holding:
             self._owner, self.token = holding, holding.holder.token
             self._clear()
             try:
                 self._reserve.write_bytes(b" " * _RESERVED)
                 self.ranks.mkdir()
-                if after and self.metrics.exists():
+                if successor is not None and self.metrics.exists():
                     self._leave_to_others(self.metrics)
             except OSError as error:
                 remedy = "Make room there, or choose another folder"

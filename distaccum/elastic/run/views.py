@@ -32,11 +32,34 @@ from distaccum.errors import DistaccumError
 from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import note_failure
+from distaccum.train.owner import Holder, Owner
 from distaccum.train.run import RunResult, train
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import RunLog
 
 _log = logging.getLogger(__name__)
+
+
+class Successor(Owner):
+    """Owns the run directory once this process is the first rank: after the first rank of a view before.
+
+    Args:
+        run_dir: knows the token of the owner that the other ranks know to be gone, if they know of one.
+        generation: of the view that this process is first in; it takes over from earlier ones.
+    """
+
+    def __init__(self, run_dir: RunDir, generation: int) -> None:
+        super().__init__(run_dir.path)
+        self._after = run_dir.token
+        self.holder = replace(self.holder, generation=generation)
+
+    def why_dead(self, other: Holder | None) -> str | None:
+        """Those before are, whether they run or not."""
+        if other is not None and other.token == self._after:
+            return "is gone, as the other ranks know"
+        if other is not None and other.launch == self.holder.launch and other.generation < self.holder.generation:
+            return f"was first in generation {other.generation} of this run"  # and may have died before it told anybody
+        return super().why_dead(other)
 
 
 class Continuity(Protocol):
@@ -127,7 +150,7 @@ def run_in_views(
                     rank = member.rank = world.rank
                     if world.is_main:
                         if not run_dir.owned:
-                            owning.enter_context(run_dir.own(after=run_dir.token, generation=view.generation))
+                            owning.enter_context(run_dir.own(Successor(run_dir, view.generation)))
                             if reports_at_end:
                                 owning.enter_context(load(REPORT)(run_dir))
                         member.tell_folder(run_dir.path, run_dir.token)

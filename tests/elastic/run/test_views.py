@@ -40,16 +40,20 @@ from distaccum.elastic.run.joining import JoinHook
 from distaccum.elastic.run.launch import ElasticLaunch
 from distaccum.elastic.run.loop import ElasticLoop
 from distaccum.elastic.run.standstill import StandstillError
+from distaccum.elastic.run.views import Successor
 from distaccum.engines.optimizer_step import OptimizerStep
-from distaccum.errors import MisuseError, NonFiniteError, SpikeError
+from distaccum.errors import ConfigError, MisuseError, NonFiniteError, SpikeError
 from distaccum.tools import diagnose
+from distaccum.train import owner
 from distaccum.train import run as run_module
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import build_components
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.meter import Meter
+from distaccum.train.owner import Machine
 from distaccum.train.run import run
 from distaccum.train.run_dir import RunDir, State
+from tests.unit.train.test_owner import ELSEWHERE, _write
 from tests.unit.train.test_skips import Square
 
 pytestmark = pytest.mark.usefixtures("gloo_world")
@@ -644,3 +648,39 @@ def test_the_members_decide_by_the_signal_that_was_received(tmp_path: Path) -> N
     member = _fit(tmp_path, Told(3, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert member.membership.told_to_leave() == "SIGTERM"
     assert RunDir(tmp_path).state() is State.PREEMPTED
+
+
+def test_an_owner_that_was_given_up_cannot_write_into_the_records(tmp_path: Path) -> None:
+    before, after = RunDir(tmp_path), RunDir(tmp_path)
+    with before.own(), before.metrics.open("a") as file:
+        file.write("1\n")
+        file.flush()
+        after.token = before.token
+        with after.own(Successor(after, 1)):
+            file.write("2\n")
+            file.flush()
+            with after.metrics.open("a") as newer:
+                newer.write("3\n")
+            assert after.metrics.read_text() == "1\n3\n"
+
+
+@pytest.mark.parametrize("machine", [Machine.here(), ELSEWHERE], ids=["here", "elsewhere"])
+def test_the_first_rank_of_a_later_view_takes_over_from_one_that_told_nobody(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "a1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    before: dict[str, object] = {"machine": machine, "pid": os.getppid()}
+    if machine != ELSEWHERE:  # it lives, and is stopped
+        before["started"] = owner.process_start(os.getppid())
+    _write(tmp_path, age=0, **before, generation=1)
+    for generation in (0, 1):  # an older first rank that wakes takes nothing from a later one
+        with pytest.raises(ConfigError, match="another run's"), Successor(RunDir(tmp_path), generation):
+            pass
+    with Successor(RunDir(tmp_path), 2) as held:
+        assert owner.read_holder(tmp_path) == held.holder
+    assert "was first in generation 1 of this run: taken over" in caplog.text
+    _write(tmp_path, age=0, **before, generation=1, launch="n1 29400 another")
+    with pytest.raises(ConfigError, match="another run's"), Successor(RunDir(tmp_path), 2):
+        pass

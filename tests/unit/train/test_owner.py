@@ -203,25 +203,3 @@ def test_a_lock_without_content_is_a_dead_ones_after_a_while(tmp_path: Path) -> 
     os.utime(path, (0, 0))
     with Owner(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
-
-
-@pytest.mark.parametrize("machine", [Machine.here(), ELSEWHERE], ids=["here", "elsewhere"])
-def test_the_first_rank_of_a_later_view_takes_over_from_one_that_told_nobody(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in {"RANK": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "a1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    before: dict[str, object] = {"machine": machine, "pid": os.getppid()}
-    if machine != ELSEWHERE:  # it lives, and is stopped
-        before["started"] = owner.process_start(os.getppid())
-    _write(tmp_path, age=0, **before, generation=1)
-    for generation in (0, 1):  # an older first rank that wakes takes nothing from a later one
-        with pytest.raises(ConfigError, match="another run's"), Owner(tmp_path, generation=generation):
-            pass
-    with Owner(tmp_path, generation=2) as held:
-        assert owner.read_holder(tmp_path) == held.holder
-    assert "was first in generation 1 of this run: taken over" in caplog.text
-    _write(tmp_path, age=0, **before, generation=1, launch="n1 29400 another")
-    with pytest.raises(ConfigError, match="another run's"), Owner(tmp_path, generation=2):
-        pass

@@ -75,19 +75,6 @@ def test_the_next_attempt_has_its_own(tmp_path: Path) -> None:
     assert _status(tmp_path) == ["failed", 3, "a new cause"]
 
 
-def test_an_owner_that_was_given_up_cannot_write_into_the_records(tmp_path: Path) -> None:
-    before, after = RunDir(tmp_path), RunDir(tmp_path)
-    with before.own(), before.metrics.open("a") as file:
-        file.write("1\n")
-        file.flush()
-        with after.own(after=before.token):
-            file.write("2\n")
-            file.flush()
-            with after.metrics.open("a") as newer:
-                newer.write("3\n")
-            assert after.metrics.read_text() == "1\n3\n"
-
-
 def test_a_refusal_leaves_a_run_with_results_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.write_refusal("no")
