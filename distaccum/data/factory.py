@@ -55,13 +55,13 @@ def make_plan(
         micro_tokens: the most padded tokens of a micro-batch, as the source's collate function pads; ``auto``: as many
             as ``micro_batch_size`` of the longest samples have, until a rehearsal; None: any number.
         limits_samples: whether a micro-batch has no more than ``micro_batch_size`` samples with ``micro_tokens``, too.
-        group_by_length: whether the loader is to group samples by length, which decides how ``micro_tokens`` cuts.
+        group_by_length: whether the micro-batches of a window hold samples of similar length.
         names: what an error calls the sizes.
 
     Raises:
         ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``; a budget or a stage
             of tokens, or ``micro_tokens``, over samples of unknown length; stages or ``micro_tokens`` of a stream; a
-            sample of more than ``micro_tokens``.
+            sample of more than ``micro_tokens``; grouping by unknown lengths.
     """
     _check_sizes(source, global_batch_size, tokens, micro_batch_size, names)
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
@@ -98,7 +98,7 @@ def make_plan(
         assert tokens is not None
         plan = TokenPlan(lengths=lengths_of(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
     if micro_tokens is None:
-        return plan
+        return plan.grouped_by_length(lengths_of(source, "batch.group_by_length", True) if group_by_length else None)
     return _within_tokens(
         plan,
         source,
@@ -231,7 +231,6 @@ def build_loader(
     prefetch_windows: int = 1,
     options: Mapping[str, Any] | None = None,
     most_ahead: int | None = None,
-    group_by_length: bool = False,
     seed: int = 0,
 ) -> WindowLoader:
     """The window loader of a source's training data; ``seed`` is that of its micro-steps' random numbers.
@@ -244,10 +243,9 @@ def build_loader(
         prefetch_windows: windows that loading processes have ahead; 0: as torch has it.
         options: of those processes, under torch's names; None for what torch has.
         most_ahead: the most micro-batches that they have ahead; None: any number.
-        group_by_length: whether the micro-batches of a window hold samples of similar length.
 
     Raises:
-        ConfigError: grouping by unknown lengths, or a stream that is not split over the ranks.
+        ConfigError: a stream that is not split over the ranks.
     """
     check_workers(source, plan, num_workers, options)
     workers = loading_options(
@@ -276,17 +274,12 @@ def build_loader(
         world,
         collate=source.collate,
         workers=workers,
-        group_by=lengths_of(source, "batch.group_by_length", True) if group_by_length else None,
         seed=seed,
         filled_with=source.ignored if source.pad_rows else None,
     )
 
 
-Arrange = Callable[[Plan | StreamPlan, DataSpec], Plan | StreamPlan]
-
-
-def _unchanged(plan: Plan | StreamPlan, _: DataSpec) -> Plan | StreamPlan:
-    return plan
+Arrange = Callable[[Plan | StreamPlan], Plan | StreamPlan]
 
 
 def as_loader(
@@ -298,7 +291,7 @@ def as_loader(
     micro_batch_size: int | None,
     seed: int,
     prefetch_windows: int = 1,
-    arrange: Arrange = _unchanged,
+    arrange: Arrange = lambda plan: plan,
     together: bool = False,
 ) -> WindowLoader:
     """The window loader of the data of a user's own loop.
@@ -331,7 +324,7 @@ def _as_loader(
     if bare and (isinstance(data, IterableDataset) or is_hugging_face(data)) and not is_map_style(data):
         remedy = "Give DataLoader(data, batch_size=...), or say which, as in DataSpec(train=data, batched=False)"
         raise ConfigError("data", type(data).__name__, "a stream of samples, or of micro-batches", remedy)
-    plan = arrange(make_plan(source, **sizes, world_size=world.size, seed=seed, batched=bare), source)
+    plan = arrange(make_plan(source, **sizes, world_size=world.size, seed=seed, batched=bare))
     return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
 
 

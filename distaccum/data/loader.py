@@ -87,8 +87,6 @@ class MapWindowLoader(WindowLoader):
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
         workers: how samples are loaded.
-        group_by: the length of each sample: the micro-batches of a window then hold samples of similar length. A
-            ``MicroTokenPlan`` says itself whether they do.
         seed: of the windows' keys.
         filled_with: fills smaller micro-batches up, with rows that count nothing: ``DataSpec.ignored``.
     """
@@ -101,7 +99,6 @@ class MapWindowLoader(WindowLoader):
         *,
         collate: Collate | None = None,
         workers: WorkerOptions | None = None,
-        group_by: Ids | None = None,
         seed: int = 0,
         filled_with: Ignored | None = None,
     ) -> None:
@@ -109,7 +106,7 @@ class MapWindowLoader(WindowLoader):
         self._dataset, self._plan, self._world, self._seed = dataset, plan, world, seed
         self._agreement = Agreement(world)
         # What decides which samples a window holds, beside the position: a short hash of each sample's length.
-        self._lengths = group_by if group_by is not None else getattr(plan, "lengths", None)
+        self._lengths = getattr(plan, "lengths", None)
         self._options, self._collate, self._filled_with = workers or WorkerOptions(), collate, filled_with
         self._workers = self._options.num_workers
         self._filling_checked, self._repeats, self._clock = False, False, WaitClock(world.device)
@@ -123,7 +120,6 @@ class MapWindowLoader(WindowLoader):
         self._ids = MicroBatchIds(
             plan,
             world.rank,
-            group_by=group_by,
             seeds=("loading", seed_of_workers, seed) if self._workers or self._seeds_here else None,
             seeds_here=self._seeds_here,
             goes_on=self._goes_on,
@@ -187,7 +183,7 @@ class MapWindowLoader(WindowLoader):
         for k in range(start, cut.windows_per_epoch):
             generators, self._next = RNGState.capture(), None
             self._clock.start()
-            filled = len(self._ids.positions(cut, epoch, k))
+            filled = len(self._ids.positions(cut, k))
             micro_batches: list[MicroBatch] = []
             error: Exception | None = None
             try:
@@ -225,25 +221,25 @@ class MapWindowLoader(WindowLoader):
                 data_wait_s=waited,
                 device_wait_s=device_waited,
                 ids=partial(self._ids.of_window, cut, epoch, k),
-                keys=keys_of(self._ids.firsts(cut, epoch, k), self._seed, epoch),
+                keys=keys_of(self._ids.firsts(cut, k), self._seed, epoch),
                 fetch=self._fetch,
                 deal=None if dealt is None else dealt.deal(k),
                 key_at=partial(self._key_at, cut, epoch, k),
-                rows=partial(self._rows, cut, epoch, k),
+                rows=partial(self._rows, cut, k),
             )
         if self._goes_on and batches is not None:
             self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
     def _key_at(self, cut: Epoch, epoch: int, k: int, i: int, place: int) -> int:
-        positions = self._ids.positions(cut, epoch, k)[i]
+        positions = self._ids.positions(cut, k)[i]
         last = len(positions) - 1  # rows that fill a micro-batch up count nothing, and draw what they like
         return keys_of([int(positions[min(place, last)])], self._seed, epoch)[0]
 
-    def _rows(self, cut: Epoch, epoch: int, k: int, i: int) -> int | None:
+    def _rows(self, cut: Epoch, k: int, i: int) -> int | None:
         collate = self._loader.collate_fn
         if isinstance(collate, PackCollator):
             return None
-        return collate.rows if isinstance(collate, FilledCollator) else len(self._ids.positions(cut, epoch, k)[i])
+        return collate.rows if isinstance(collate, FilledCollator) else len(self._ids.positions(cut, k)[i])
 
     def _start(self) -> Iterator[Any]:
         batches = self._iteration.begin(self._loader)
@@ -412,7 +408,6 @@ class MicroBatchIds:
     Args:
         plan: the slicing.
         rank: whose micro-batches.
-        group_by: see :class:`MapWindowLoader`.
         seeds: make each micro-batch's ids seed the loading process that gets them, with the epoch and its place in it.
         seeds_here: whether that is this process, which loads each micro-batch when it has its ids.
         goes_on: whether an iteration goes on with the next epoch, without an end.
@@ -423,12 +418,11 @@ class MicroBatchIds:
         plan: Plan,
         rank: int,
         *,
-        group_by: Ids | None = None,
         seeds: tuple[object, ...] | None = None,
         seeds_here: bool = False,
         goes_on: bool = False,
     ) -> None:
-        self.plan, self._rank, self._group_by, self._seeds, self._goes_on = plan, rank, group_by, seeds, goes_on
+        self.plan, self._rank, self._seeds, self._goes_on = plan, rank, seeds, goes_on
         self._seeds_here = seeds_here
         self.seek(0, 0)
 
@@ -452,40 +446,21 @@ class MicroBatchIds:
 
     def _seeded(self, ids: Iterator[list[int]], cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         assert self._seeds is not None
-        keys = keys_of(self.firsts(cut, epoch, k), *self._seeds, epoch)
+        keys = keys_of(self.firsts(cut, k), *self._seeds, epoch)
         return map(SeededIds.here if self._seeds_here else SeededIds, ids, keys)
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""
-        for positions in self.positions(cut, epoch, k):
+        for positions in self.positions(cut, k):
             yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
 
-    def firsts(self, cut: Epoch, epoch: int, k: int) -> list[int]:
+    def firsts(self, cut: Epoch, k: int) -> list[int]:
         """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
-        return [int(positions[0]) for positions in self.positions(cut, epoch, k)]
+        return [int(positions[0]) for positions in self.positions(cut, k)]
 
-    def positions(self, cut: Epoch, epoch: int, k: int) -> list[Ids | range]:
+    def positions(self, cut: Epoch, k: int) -> list[Ids | range]:
         """The positions in the epoch's order of each micro-batch of window ``k`` that has any."""
-        parts: Sequence[Ids | range]
-        if self._group_by is None or self.plan.arranges_samples:
-            parts = cut.micro_batches(k, self._rank)
-        else:
-            parts = self._arranged(cut, epoch, k)
-        return [positions for positions in parts if len(positions)]
-
-    def _arranged(self, cut: Epoch, epoch: int, k: int) -> list[Ids]:
-        """This rank's positions: the window is sorted by length, and dealt to the ranks micro-step by micro-step.
-
-        So every rank gets some of every length, and all finish at about the same time.
-        """
-        assert self._group_by is not None
-        positions = np.asarray(cut.window(k), dtype=np.int64)
-        lengths = self._group_by[self.plan.ids(epoch, positions)]
-        positions = positions[np.argsort(-lengths, kind="stable")]
-        ranks = range(self.plan.world_size)
-        sizes = np.array([[len(part) for part in cut.micro_batches(k, rank)] for rank in ranks])
-        pieces = np.split(positions, np.cumsum(sizes.T.ravel())[:-1])
-        return pieces[self._rank :: self.plan.world_size]
+        return [positions for positions in cut.micro_batches(k, self._rank) if len(positions)]
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
@@ -508,11 +483,11 @@ def padding_share(
 ) -> float:
     """The share of padding among the tokens of the first windows, where ``collate`` makes their micro-batches."""
     real = padded = 0
-    plan = plan.grouped_by_length(grouped)
+    plan = plan.grouped_by_length(lengths if grouped else None)
     cut, in_memory = plan.epoch(0), tokens_of(collate)
     first = range(min(windows, cut.windows_per_epoch))
     for rank in range(plan.world_size):
-        of_rank = MicroBatchIds(plan, rank, group_by=lengths if grouped else None)
+        of_rank = MicroBatchIds(plan, rank)
         for ids in chain.from_iterable(of_rank.of_window(cut, 0, k) for k in first):
             real += int(lengths[ids].sum())
             padded += in_memory(lengths[ids])

@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from distaccum.config.checks import NUMERICS, REPRODUCIBLE, require, require_choice
 from distaccum.config.engine import EngineConfig, FSDP2Config
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import lengths_of
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.units import VIRTUAL_RANKS, Deal, UnitPlan
-from distaccum.data.spec import DataSpec
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.rules import step_values
@@ -68,15 +66,11 @@ class Numerics:
         require_choice("numerics", name, NUMERICS)
         return Reproducible(virtual_ranks) if name == REPRODUCIBLE else Numerics()
 
-    def plan(
-        self, plan: Plan | StreamPlan, source: DataSpec, *, group_by_length: bool = False, names: SizeNames = KEYWORDS
-    ) -> Plan | StreamPlan:
+    def plan(self, plan: Plan | StreamPlan, *, names: SizeNames = KEYWORDS) -> Plan | StreamPlan:
         """A plan with the micro-batches that the sums need.
 
         Args:
             plan: of ``make_plan``.
-            source: the data.
-            group_by_length: whether micro-batches hold samples of similar length.
             names: what an error calls the sizes.
         """
         return plan
@@ -124,9 +118,7 @@ class Reproducible(Numerics):
     virtual_ranks: int = VIRTUAL_RANKS
     fixed_order = True
 
-    def plan(
-        self, plan: Plan | StreamPlan, source: DataSpec, *, group_by_length: bool = False, names: SizeNames = KEYWORDS
-    ) -> Plan:
+    def plan(self, plan: Plan | StreamPlan, *, names: SizeNames = KEYWORDS) -> Plan:
         """The plan with micro-batches that are the same on any number of ranks.
 
         Raises:
@@ -135,10 +127,8 @@ class Reproducible(Numerics):
         if plan.is_stream:
             problem = "the data is a stream, of which each rank has its own samples"
             raise _refusal(problem, "Give a map-style dataset, or use numerics=fast")
-        grouped = group_by_length and not plan.arranges_samples
-        group_by = lengths_of(source, "batch.group_by_length", True) if grouped else None
         key = "batch.virtual_ranks" if names is CONFIG_KEYS else "virtual_ranks"
-        return UnitPlan(plan=plan, virtual_ranks=self.virtual_ranks, group_by=group_by, key=key)
+        return UnitPlan(plan=plan, virtual_ranks=self.virtual_ranks, key=key)
 
     def buffers(self, model: nn.Module, world: World) -> Buffers:
         """See :class:`Numerics`."""

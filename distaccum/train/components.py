@@ -257,7 +257,7 @@ def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | Strea
         group_by_length=batch.group_by_length,
         names=CONFIG_KEYS,
     )
-    return _numerics(config).plan(plan, data, group_by_length=batch.group_by_length, names=CONFIG_KEYS)
+    return _numerics(config).plan(plan, names=CONFIG_KEYS)
 
 
 def _numerics(config: RunConfig) -> Numerics:

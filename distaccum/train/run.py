@@ -507,7 +507,6 @@ def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:
         prefetch_windows=config.trainer.prefetch_windows,
         options=asdict(config.trainer.loader),
         most_ahead=components.most_ahead,
-        group_by_length=config.batch.group_by_length,
         seed=config.seed,
     )
 

@@ -57,7 +57,7 @@ def handwritten(components: TrainingComponents, world: World) -> Step:
         chain.from_iterable(epochs()),  # in C: it adds no Python call to a micro-batch
         world.device,
         policy=components.policy,
-        micro_steps=plan.accumulation_steps,
+        micro_steps=plan.items_of_window,
         clip_norm=config.optim.clip_norm,
         schedule=components.schedule,
         log_every=config.trainer.log_every,
@@ -218,7 +218,7 @@ def compare(config: RunConfig, world: World, folder: Path, *, windows: int, pair
     steps = {}
     for name, variant in variants.items():
         components = variant.components(config, world)
-        figures["accumulation"] = components.plan.accumulation_steps
+        figures["accumulation"] = components.plan.items_of_window
         steps[name] = variant.make(components, world)
         for _ in range(WARM_UP):
             steps[name]()

@@ -61,8 +61,6 @@ class Plan(ABC):
     """Whether the samples are a stream's; a :class:`~distaccum.data.plan.stream.StreamPlan` is no ``Plan``."""
     has_units: ClassVar[bool] = False
     """Whether micro-batches are units, which are the same on any number of ranks."""
-    arranges_samples: ClassVar[bool] = False
-    """Whether the plan itself decides which samples of a window share a micro-batch."""
 
     if TYPE_CHECKING:  # of some plans fields
 
@@ -163,9 +161,9 @@ class Plan(ABC):
         """The plan with micro-batches of up to ``size`` samples, or as many tokens as so many of the longest have."""
         return self._with(micro_batch_size=size)
 
-    def grouped_by_length(self, grouped: bool) -> Plan:
-        """The plan with samples of similar length in a micro-batch, or not, where it :attr:`arranges_samples`."""
-        return self
+    def grouped_by_length(self, lengths: Ids | None) -> Plan:
+        """The plan with samples of similar length in a micro-batch; without ``lengths`` as they come."""
+        return self if lengths is None else GroupedPlan(plan=self, lengths=lengths)
 
     def evenly(self) -> Plan:
         """The plan with windows that are all as large as its largest."""
@@ -180,7 +178,6 @@ class CutPlan(Plan):
     """The windows of another ``plan``, cut into other micro-batches."""
 
     plan: Plan
-    arranges_samples: ClassVar[bool] = True
 
     @property
     def samples(self) -> int:
@@ -203,9 +200,19 @@ class CutPlan(Plan):
         return self.plan.seed
 
     @property
+    def rows(self) -> int:
+        """See :class:`Plan`."""
+        return self.plan.rows
+
+    @property
     def first_whole_epoch(self) -> int:
         """See :class:`Plan`."""
         return self.plan.first_whole_epoch
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The numbers that give a window's index its meaning: not how it is cut."""
+        return self.plan.position
 
     def updates(self, epochs: int) -> int:
         """Windows in the first ``epochs`` epochs."""
@@ -228,11 +235,94 @@ class CutPlan(Plan):
         """See :class:`Plan`."""
         return self._with(plan=self.plan.with_micro_batch(size))
 
+    def grouped_by_length(self, lengths: Ids | None) -> Plan:
+        """See :class:`Plan`."""
+        return self._with(plan=self.plan.grouped_by_length(lengths))
+
     def cut_into(self, steps: str) -> list[str]:
         """The windows in words, each of a rank's cut into these micro-steps."""
         update, *others = self.plan.describe()
         batch, _, _ = update.partition(" = ")
         return [f"{batch} = {describe_ranks(self.world_size)} x {steps}", *others]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutEpoch:
+    """An epoch of another plan's ``windows``, which ``plan`` cuts into other micro-batches."""
+
+    plan: CutPlan
+    epoch: int
+    windows: Epoch
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Number of windows."""
+        return self.windows.windows_per_epoch
+
+    def window(self, k: int) -> range:
+        """Positions of window ``k`` in the epoch's order."""
+        return self.windows.window(k)
+
+    def lengths_at(self, positions: range | Ids, lengths: Ids) -> Ids:
+        """Those of the samples at these positions, where ``lengths`` are all samples'."""
+        return lengths[self.plan.ids(self.epoch, np.asarray(positions, dtype=np.int64))]
+
+    def longest_first(self, k: int, lengths: Ids) -> Ids:
+        """The positions of window ``k`` by the length of their samples."""
+        positions = np.asarray(self.window(k), dtype=np.int64)
+        return positions[np.argsort(-self.lengths_at(positions, lengths), kind="stable")]
+
+    def dealt_in_turn(self, positions: Ids, sizes: Sequence[int] | Ids, rank: int) -> list[Ids]:
+        """The micro-batches of ``rank``, where those of these ``sizes`` go to one rank after the other."""
+        return np.split(positions, np.cumsum(sizes)[:-1])[rank :: self.plan.world_size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedPlan(CutPlan):
+    """The windows of another plan, whose micro-batches are as large as its own, of samples of similar length.
+
+    A window is sorted by length, and dealt to the ranks micro-step by micro-step: every rank gets some of every length,
+    and all finish at about the same time.
+
+    Args:
+        plan: of the windows, which cuts them in order.
+        lengths: tokens of each sample, shape ``(samples,)``.
+    """
+
+    plan: Plan
+    lengths: Ids
+    grouped: ClassVar[bool] = True
+
+    def epoch(self, epoch: int) -> Epoch:
+        """The epoch's windows."""
+        return _GroupedEpoch(plan=self, epoch=epoch, windows=self.plan.epoch(epoch))
+
+    @property
+    def largest(self) -> int:
+        """See :class:`Plan`."""
+        return self.plan.largest
+
+    def grouped_by_length(self, lengths: Ids | None) -> Plan:
+        """See :class:`Plan`."""
+        return self.plan.grouped_by_length(lengths)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as written to ``plan.json``."""
+        return self.plan.as_dict()
+
+    def describe(self) -> list[str]:
+        """The plan in words, one line per fact."""
+        return self.plan.describe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupedEpoch(CutEpoch):
+    plan: GroupedPlan
+
+    def micro_batches(self, k: int, rank: int) -> list[Ids]:
+        ranks = range(self.plan.world_size)
+        sizes = np.array([[len(part) for part in self.windows.micro_batches(k, each)] for each in ranks])
+        return self.dealt_in_turn(self.longest_first(k, self.plan.lengths), sizes.T.ravel(), rank)
 
 
 @dataclass(frozen=True, kw_only=True)

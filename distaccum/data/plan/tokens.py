@@ -12,6 +12,7 @@ import numpy as np
 
 from distaccum.data.plan.batch import (
     KEYWORDS,
+    CutEpoch,
     CutPlan,
     Epoch,
     Ids,
@@ -122,11 +123,6 @@ class MicroTokenPlan(CutPlan):
             problem = f"the longest sample has {longest[0]} tokens{padding}"
             raise ConfigError(key, self.micro_tokens, problem, f"Give at least {padded}, or cut the samples")
 
-    @property
-    def position(self) -> dict[str, Any]:
-        """The numbers that give a window's index its meaning: not how it is cut."""
-        return self.plan.position
-
     def epoch(self, epoch: int) -> Epoch:
         """The epoch's windows."""
         return self._of(self.plan, epoch)
@@ -169,9 +165,9 @@ class MicroTokenPlan(CutPlan):
         """See :class:`Plan`."""
         return replace(self, micro_tokens=self.tokens_of(np.full(size, self.lengths.max())))
 
-    def grouped_by_length(self, grouped: bool) -> MicroTokenPlan:
+    def grouped_by_length(self, lengths: Ids | None) -> MicroTokenPlan:
         """See :class:`Plan`."""
-        return replace(self, grouped=grouped)
+        return replace(self, grouped=lengths is not None)
 
     @cached_property
     def micro_steps(self) -> int:
@@ -196,45 +192,27 @@ class MicroTokenPlan(CutPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CutEpoch:
-    """An epoch of a plan's ``windows``, cut as ``plan`` says."""
-
+class _CutEpoch(CutEpoch):
     plan: MicroTokenPlan
-    epoch: int
-    windows: Epoch
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return self.windows.windows_per_epoch
-
-    def window(self, k: int) -> range:
-        return self.windows.window(k)
 
     def micro_steps(self, k: int) -> int:
         """Of the rank with the most."""
         window, ranks = self.window(k), self.plan.world_size
-        lengths = self._lengths(window)
+        lengths = self.lengths_at(window, self.plan.lengths)
         if self.plan.grouped:
             return -(-len(self.plan.cut(-np.sort(-lengths))) // ranks)
         shares = (share_of(range(len(window)), rank, ranks) for rank in range(ranks))
         return max(len(self.plan.cut(lengths[share.start : share.stop])) for share in shares)
 
     def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
+        lengths = self.plan.lengths
         if self.plan.grouped:
-            return self._dealt(k, rank)
+            positions = self.longest_first(k, lengths)
+            sizes = divisible(self.plan.cut(self.lengths_at(positions, lengths)), self.plan.world_size)
+            return self.dealt_in_turn(positions, sizes, rank)
         share = share_of(self.window(k), rank, self.plan.world_size)
-        ends = np.cumsum(self.plan.cut(self._lengths(share))).tolist()
+        ends = np.cumsum(self.plan.cut(self.lengths_at(share, lengths))).tolist()
         return [share[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-    def _dealt(self, k: int, rank: int) -> list[Ids]:
-        positions = np.asarray(self.window(k), dtype=np.int64)
-        lengths = self._lengths(positions)
-        order = np.argsort(-lengths, kind="stable")
-        sizes = divisible(self.plan.cut(lengths[order]), self.plan.world_size)
-        return np.split(positions[order], np.cumsum(sizes)[:-1])[rank :: self.plan.world_size]
-
-    def _lengths(self, positions: range | Ids) -> Ids:
-        return self.plan.lengths[self.plan.ids(self.epoch, np.asarray(positions, dtype=np.int64))]
 
 
 @dataclass(frozen=True, kw_only=True)

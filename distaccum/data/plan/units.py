@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
-import numpy as np
-
-from distaccum.data.plan.batch import CutPlan, Epoch, Ids, Plan, spread
+from distaccum.data.plan.batch import CutEpoch, CutPlan, Ids, Plan, spread
 from distaccum.errors import ConfigError
 
 # A binary tree over the blocks of a window: in which order their gradients are added, whoever has computed them.
@@ -134,8 +132,6 @@ class UnitPlan(CutPlan):
     Args:
         plan: of the windows; its micro-batches on one rank are the units.
         virtual_ranks: the most blocks of a window, and so the most ranks.
-        group_by: the length of each sample: the units of a window then hold samples of similar length. A
-            ``MicroTokenPlan`` says itself whether they do.
         key: what an error calls ``virtual_ranks``.
 
     Raises:
@@ -144,7 +140,6 @@ class UnitPlan(CutPlan):
 
     plan: Plan
     virtual_ranks: int = VIRTUAL_RANKS
-    group_by: Ids | None = None
     key: str = "virtual_ranks"
     has_units: ClassVar[bool] = True
 
@@ -157,12 +152,12 @@ class UnitPlan(CutPlan):
     @property
     def lengths(self) -> Ids | None:
         """Tokens of each sample, where they decide about the units or the windows."""
-        return self.group_by if self.group_by is not None else getattr(self.plan, "lengths", None)
+        return getattr(self.plan, "lengths", None)
 
     @property
     def grouped(self) -> bool:
         """Whether a unit holds samples of similar length."""
-        return self.group_by is not None or getattr(self.plan, "grouped", False)
+        return getattr(self.plan, "grouped", False)
 
     @property
     def position(self) -> dict[str, Any]:
@@ -211,30 +206,14 @@ class UnitPlan(CutPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitEpoch:
+class UnitEpoch(CutEpoch):
     """An epoch of a plan's ``windows``, cut into units."""
 
     plan: UnitPlan
-    epoch: int
-    windows: Epoch
-
-    @property
-    def windows_per_epoch(self) -> int:
-        """Number of windows."""
-        return self.windows.windows_per_epoch
-
-    def window(self, k: int) -> range:
-        """Positions of window ``k`` in the epoch's order."""
-        return self.windows.window(k)
 
     def units(self, k: int) -> list[range | Ids]:
         """The units of window ``k``, by positions, in the order in which they are dealt."""
-        found: list[range | Ids] = [unit for unit in self.windows.micro_batches(k, 0) if len(unit)]
-        if self.plan.group_by is not None and not self.plan.plan.arranges_samples:
-            positions = np.asarray(self.window(k), dtype=np.int64)
-            lengths = self.plan.group_by[self.plan.ids(self.epoch, positions)]
-            positions = positions[np.argsort(-lengths, kind="stable")]
-            found = [*np.split(positions, np.cumsum([len(unit) for unit in found])[:-1])]
+        found = [unit for unit in self.windows.micro_batches(k, 0) if len(unit)]
         if not self.plan.grouped:
             return found
         bits = len(found).bit_length()  # neighbours in the order of their bits reversed are of all lengths

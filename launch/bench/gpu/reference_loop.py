@@ -43,7 +43,7 @@ def reference_loop(components: TrainingComponents, world: World) -> Step:
     if config.compile.compiles:
         forward = torch.compile(model, backend=config.compile.backend, dynamic=False)  # type: ignore[assignment]
     scaler = torch.amp.GradScaler(device.type, enabled=policy.scales_loss)
-    micro_steps, tokens = components.plan.accumulation_steps, tokens_of_window(config)
+    micro_steps, tokens = components.plan.items_of_window, tokens_of_window(config)
     given, updates = batches(components, world), count()
     rates = [group["lr"] for group in optimizer.param_groups]
 

@@ -51,7 +51,7 @@ def by_hand(components: TrainingComponents, world: World, *, reduces_every: bool
         chain.from_iterable(epochs()),
         world.device,
         policy=components.policy,
-        micro_steps=components.plan.accumulation_steps,
+        micro_steps=components.plan.items_of_window,
         reduces_every=reduces_every,
         clip_norm=components.config.optim.clip_norm,
     )

@@ -40,23 +40,25 @@ def _plan(world: int, **sizes: Any) -> Any:
 @pytest.mark.parametrize("sizes", [{}, {"global_batch_size": None, "tokens": 300}])
 def test_grouping_moves_samples_within_their_window_only(world: int, sizes: dict[str, Any]) -> None:
     plan = _plan(world, **sizes)
-    cut = plan.epoch(0)
 
-    def windows(group_by: Any) -> list[list[int]]:
-        streams = [iter(MicroBatchIds(plan, rank, group_by=group_by)) for rank in range(world)]
+    def windows(plan: Any) -> list[list[int]]:
+        streams = [iter(MicroBatchIds(plan, rank)) for rank in range(world)]
+        cut = plan.epoch(0)
         return [
-            sorted(i for r in range(world) for part in cut.micro_batches(k, r) if part for i in next(streams[r]))
+            sorted(i for r in range(world) for part in cut.micro_batches(k, r) if len(part) for i in next(streams[r]))
             for k in range(cut.windows_per_epoch)
         ]
 
-    assert windows(LENGTHS) == windows(None)
-    assert sorted(i for window in windows(LENGTHS) for i in window) == list(range(50))
+    by_length = _plan(world, group_by_length=True, **sizes)
+    assert windows(by_length) == windows(plan)
+    assert by_length.position == plan.position
+    assert sorted(i for window in windows(by_length) for i in window) == list(range(50))
     plain, grouped = (padding_share(LENGTHS, plan, grouped=grouped) for grouped in (False, True))
     assert 0 < grouped < 0.6 * plain
 
 
 def test_batches_are_padded_to_the_longest_of_the_micro_batch(gloo_world: World) -> None:
-    loader = build_loader(SOURCE, _plan(1), gloo_world, group_by_length=True)
+    loader = build_loader(SOURCE, _plan(1, group_by_length=True), gloo_world)
     for window in loader.windows(0, 0, GlobalCounter(gloo_world, lambda batch: int((batch >= 0).sum()))):
         assert window.counts["loss"] == sum(LENGTHS[i] for m in window.micro_batches for i in m.batch[:, 0].tolist())
         assert all(int((m.batch >= 0).sum(1).max()) == m.batch.shape[1] for m in window.micro_batches)

@@ -124,7 +124,7 @@ def test_micro_batches_are_a_windows_samples_once_each_within_the_limit(
     )
     cut, alone = plan.epoch(epoch), whole.epoch(epoch)
     assert cut.windows_per_epoch == alone.windows_per_epoch
-    ids = [MicroBatchIds(plan, rank, group_by=array if grouped else None) for rank in range(world)]
+    ids = [MicroBatchIds(plan, rank) for rank in range(world)]
     for k in range(1 if kind == "resized" else 0, cut.windows_per_epoch):
         window = cut.window(k)
         assert window == alone.window(k)
@@ -135,7 +135,7 @@ def test_micro_batches_are_a_windows_samples_once_each_within_the_limit(
             assert all(_padded([lengths[i] for i in part], multiple) <= most for part in share)
         for one, share in zip(ids, shares, strict=True):
             firsts = [window.start + samples.index(part[0]) for part in share]
-            assert one.firsts(cut, epoch, k) == firsts
+            assert one.firsts(cut, k) == firsts
         steps = [len(share) for share in shares]
         if not grouped:
             for rank, share in enumerate(shares):
@@ -211,7 +211,7 @@ def test_padding_is_that_of_the_tensors(gloo_world: World) -> None:
     for grouped in (False, True):
         given: dict[str, Any] = {**SIZES, "world_size": 1, "group_by_length": grouped}
         plan = make_plan(SOURCE, **given, micro_tokens=120, limits_samples=False)
-        loader = build_loader(SOURCE, plan, gloo_world, group_by_length=grouped, seed=5)
+        loader = build_loader(SOURCE, plan, gloo_world, seed=5)
         real = padded = 0
         seen: list[int] = []
         counter = GlobalCounter(gloo_world, lambda batch: int((batch[1] >= 0).sum()))

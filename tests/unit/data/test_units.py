@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distaccum.data.plan.batch import BatchPlan, Resize, ResizedPlan
+from distaccum.data.plan.batch import BatchPlan, GroupedPlan, Resize, ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.plan.units import Deal, UnitPlan
@@ -36,7 +36,7 @@ PLANS: dict[str, UnitPlan] = {
             **SIZES,
         )
     ),
-    "grouped": UnitPlan(plan=BatchPlan(samples=50, global_batch_size=20, **SIZES), group_by=LENGTHS),
+    "grouped": UnitPlan(plan=GroupedPlan(plan=BatchPlan(samples=50, global_batch_size=20, **SIZES), lengths=LENGTHS)),
     "micro tokens": UnitPlan(
         plan=MicroTokenPlan(
             plan=BatchPlan(samples=50, global_batch_size=20, **SIZES),
@@ -52,7 +52,7 @@ PLANS: dict[str, UnitPlan] = {
 
 def on(plan: Any, world_size: int) -> Any:
     """The same plan on another number of ranks."""
-    if isinstance(plan, UnitPlan | MicroTokenPlan):
+    if isinstance(plan, UnitPlan | MicroTokenPlan | GroupedPlan):
         return replace(plan, plan=on(plan.plan, world_size))
     return replace(plan, world_size=world_size)
 
