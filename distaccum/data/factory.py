@@ -227,10 +227,7 @@ def build_loader(
     plan: Plan | StreamPlan,
     world: World,
     *,
-    num_workers: int = 0,
-    prefetch_windows: int = 1,
-    options: Mapping[str, Any] | None = None,
-    most_ahead: int | None = None,
+    workers: WorkerOptions | None = None,
     seed: int = 0,
 ) -> WindowLoader:
     """The window loader of a source's training data; ``seed`` is that of its micro-steps' random numbers.
@@ -239,25 +236,15 @@ def build_loader(
         source: the data.
         plan: their division.
         world: this rank.
-        num_workers: loading processes of this rank, where the source names none.
-        prefetch_windows: windows that loading processes have ahead; 0: as torch has it.
-        options: of those processes, under torch's names; None for what torch has.
-        most_ahead: the most micro-batches that they have ahead; None: any number.
+        workers: of :func:`loading_options`, after :func:`check_workers`; None: as the source says.
 
     Raises:
         ConfigError: a stream that is not split over the ranks.
     """
-    check_workers(source, plan, num_workers, options)
-    workers = loading_options(
-        source,
-        num_workers=num_workers,
-        prefetch_windows=prefetch_windows,
-        options=options,
-        most_ahead=most_ahead,
-    )
+    workers = workers or source.workers
     if plan.is_stream:
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
-        if num_workers:
+        if workers.num_workers and is_unsplit(source.train):
             stream = stream_loader(cast(Any, stream), workers, plan.items_of_window)
         return IterableWindowLoader(
             stream,
@@ -325,7 +312,9 @@ def _as_loader(
         remedy = "Give DataLoader(data, batch_size=...), or say which, as in DataSpec(train=data, batched=False)"
         raise ConfigError("data", type(data).__name__, "a stream of samples, or of micro-batches", remedy)
     plan = arrange(make_plan(source, **sizes, world_size=world.size, seed=seed, batched=bare))
-    return build_loader(source, plan, world, prefetch_windows=prefetch_windows, seed=seed)
+    return build_loader(
+        source, plan, world, workers=loading_options(source, prefetch_windows=prefetch_windows), seed=seed
+    )
 
 
 def lengths_of(source: DataSpec, key: str, value: object) -> Ids:

@@ -100,9 +100,15 @@ def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> in
     return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
 
 
-def loading_of(data: DataSpec, config: RunConfig) -> WorkerOptions:
-    """How samples to train on are loaded."""
-    return loading_options(data, num_workers=config.trainer.num_workers, options=asdict(config.trainer.loader))
+def loading_of(data: DataSpec, config: RunConfig, most_ahead: int | None = None) -> WorkerOptions:
+    """How samples to train on are loaded, with at most so many micro-batches ahead."""
+    return loading_options(
+        data,
+        num_workers=config.trainer.num_workers,
+        prefetch_windows=config.trainer.prefetch_windows,
+        options=asdict(config.trainer.loader),
+        most_ahead=most_ahead,
+    )
 
 
 def check_lengths(data: DataSpec, *, grouped: bool) -> None:

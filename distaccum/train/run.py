@@ -40,6 +40,7 @@ from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
 from distaccum.program import MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
@@ -499,16 +500,8 @@ def _with_micro_batch(
 
 def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:
     config = components.config
-    return build_loader(
-        components.data,
-        components.plan,
-        world,
-        num_workers=config.trainer.num_workers,
-        prefetch_windows=config.trainer.prefetch_windows,
-        options=asdict(config.trainer.loader),
-        most_ahead=components.most_ahead,
-        seed=config.seed,
-    )
+    workers = loading_of(components.data, config, components.most_ahead)
+    return build_loader(components.data, components.plan, world, workers=workers, seed=config.seed)
 
 
 def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]:

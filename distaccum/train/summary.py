@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from distaccum.accumulation.progress import Progress
-from distaccum.data.factory import loading_options
 from distaccum.data.loader import padding_share
 from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.packing import PackCollator
@@ -18,6 +16,7 @@ from distaccum.data.spec import DataSpec
 from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
+from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
 from distaccum.train.screen import say
@@ -77,14 +76,7 @@ def print_taken_over(progress: Progress, ranks: int, console: Console) -> None:
 
 def _loading(components: TrainingComponents) -> dict[str, str]:
     """What the loading processes that distaccum starts have ahead, if there are any."""
-    config, plan = components.config.trainer, components.plan
-    workers = loading_options(
-        components.data,
-        num_workers=config.num_workers,
-        prefetch_windows=config.prefetch_windows,
-        options=asdict(config.loader),
-        most_ahead=components.most_ahead,
-    )
+    plan, workers = components.plan, loading_of(components.data, components.config, components.most_ahead)
     factor = prefetch_factor(workers, plan.items_of_window)
     if factor is None:
         return {}

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import as_loader, build_loader, make_plan
+from distaccum.data.factory import as_loader, build_loader, check_workers, loading_options, make_plan
 from distaccum.data.spec import DataSpec, is_map_style
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, DataWarning
@@ -228,7 +228,7 @@ def test_two_numbers_of_workers_are_one_too_many(gloo_world: World) -> None:
     source = to_data_spec(DataLoader(DATA, batch_size=2, num_workers=2))
     plan = make_plan(source, world_size=1, **SIZES)
     with pytest.raises(ConfigError, match="num_workers=3: the loader's num_workers is 2"):
-        build_loader(source, plan, gloo_world, num_workers=3)
+        check_workers(source, plan, 3)
     kept: Any = build_loader(source, plan, gloo_world)
     assert kept._loader.num_workers == 2
 
@@ -238,7 +238,7 @@ def test_the_processes_of_a_stream_have_its_next_window_ahead(gloo_world: World)
     source = DataSpec(train=rows)
     plan = make_plan(source, world_size=1, **(SIZES | {"global_batch_size": 8}))
     options = {"timeout": 17.0, "prefetch_factor": 3}
-    kept: Any = build_loader(source, plan, gloo_world, num_workers=2, options=options)
+    kept: Any = build_loader(source, plan, gloo_world, workers=loading_options(source, num_workers=2, options=options))
     assert (kept._stream.prefetch_factor, kept._stream.timeout) == (4, 17.0)
     windows = list(kept.windows(0, 0, GlobalCounter(gloo_world, lambda batch: len(batch["x"]))))
     assert sorted(x for window in windows for micro in window.micro_batches for x in micro.batch["x"].tolist()) == [
@@ -246,7 +246,7 @@ def test_the_processes_of_a_stream_have_its_next_window_ahead(gloo_world: World)
     ]
     for stated in ({"persistent_workers": True}, {"pin_memory": True}):
         with pytest.raises(ConfigError, match="the data is a stream"):
-            build_loader(source, plan, gloo_world, num_workers=2, options=stated)
+            check_workers(source, plan, 2, stated)
 
 
 def test_a_generator_that_has_begun_cannot_be_resumed(gloo_world: World) -> None:

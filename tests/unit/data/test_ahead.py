@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distaccum import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.factory import as_loader, build_loader, check_workers, make_plan
+from distaccum.data.factory import as_loader, build_loader, check_workers, loading_options, make_plan
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.loading_processes import note_memory, prefetch_factor, shared_memory
 from distaccum.data.plan.batch import BatchPlan, Resize
@@ -250,7 +250,7 @@ STATED: dict[str, Any] = {
 def test_what_is_stated_reaches_torchs_loader(gloo_world: World) -> None:
     source = to_data_spec(DATA)
     plan: Any = make_plan(source, world_size=1, **SIZES)
-    kept: Any = build_loader(source, plan, gloo_world, num_workers=2, options=STATED)
+    kept: Any = build_loader(source, plan, gloo_world, workers=loading_options(source, num_workers=2, options=STATED))
     inner = kept._loader
     assert (inner.prefetch_factor, inner.persistent_workers, inner.timeout, inner.pin_memory) == (5, False, 17.0, False)
     assert inner.multiprocessing_context.get_start_method() == "spawn"

@@ -19,6 +19,7 @@ from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.tools.plan.command import plan as forecast
+from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.summary import _loading
 
@@ -46,13 +47,8 @@ def _components(host_memory: str | None, workers: int = 0, data: DataSpec = DATA
 
 def _factor(components: TrainingComponents) -> int:
     world = World(rank=0, size=2, device=torch.device("cpu"))
-    loader: Any = build_loader(
-        components.data,
-        components.plan,
-        world,
-        num_workers=components.config.trainer.num_workers,
-        most_ahead=components.most_ahead,
-    )
+    workers = loading_of(components.data, components.config, components.most_ahead)
+    loader: Any = build_loader(components.data, components.plan, world, workers=workers)
     return int(loader._loader.prefetch_factor)
 
 
