@@ -137,9 +137,7 @@ def differs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
         return f"{current['samples']} samples, and before {saved['samples']}"
     both = saved["sketches"].keys() & current["sketches"].keys()
     other = [
-        number
-        for number in sorted(both, key=int)
-        if not same(_sketch(saved["sketches"][number]), _sketch(current["sketches"][number]))
+        number for number in sorted(both, key=int) if not same(saved["sketches"][number], current["sketches"][number])
     ]
     return f"sample {other[0]} is not the one it was ({len(other)} of {len(both)} compared differ)" if other else ""
 
@@ -158,11 +156,6 @@ def _of_one(samples: list[Any]) -> Sketch | None:
 
 def _plain(one: Sketch) -> list[list[Any]]:
     return [[path, kind, list(numbers)] for path, kind, numbers in one]
-
-
-def _sketch(plain: list[list[Any]]) -> Sketch:
-    leaves: list[Leaf] = [(path, kind, tuple(numbers)) for path, kind, numbers in plain]
-    return tuple(leaves)
 
 
 _DIVIDED = "divide it by rank, as in itertools.islice(items, rank, None, world_size)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -92,25 +93,19 @@ def window_memory(source: DataSpec, plan: Plan, workers: WorkerOptions | None = 
     generators = RNGState.capture()
     try:
         longest = 0 if source.lengths is None else int(np.argmax(source.lengths))
-        collate = _Bytes(source.collate or default_collate)
-        found: int = next(reading(source.train, [[longest]], collate, workers or WorkerOptions()))
+        of = partial(_bytes_of, source.collate or default_collate)
+        found: int = next(reading(source.train, [[longest]], of, workers or WorkerOptions()))
     finally:
         generators.restore()
     return WindowMemory(micro_batch=math.ceil(found * plan.samples_like(longest)), micro_batches=plan.items_of_window)
 
 
-class _Bytes:
-    """From samples to the bytes of their batch."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> int:
-        """Of tensors and arrays."""
-        sizes: list[int] = []
-        map_tensors(
-            self._collate(samples),
-            lambda tensor: sizes.append(tensor.nbytes),
-            lambda part: sizes.append(getattr(part, "nbytes", 0)),
-        )
-        return sum(sizes)
+def _bytes_of(collate: Callable[[list[Any]], Any], samples: list[Any]) -> int:
+    """Those of the tensors and arrays of the samples' batch."""
+    sizes: list[int] = []
+    map_tensors(
+        collate(samples),
+        lambda tensor: sizes.append(tensor.nbytes),
+        lambda part: sizes.append(getattr(part, "nbytes", 0)),
+    )
+    return sum(sizes)

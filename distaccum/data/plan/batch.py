@@ -426,16 +426,7 @@ class BatchPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``."""
-        return {
-            "unit": "samples",
-            "samples": self.samples,
-            "global_size": self.global_batch_size,
-            "micro_size": self.micro_batch_size,
-            "world_size": self.world_size,
-            "accumulation_steps": self.accumulation_steps,
-            "windows_per_epoch": self.windows_per_epoch,
-            "last_window_size": len(self.window(self.windows_per_epoch - 1)),
-        }
+        return as_written(self, self, "samples", self.global_batch_size, self.accumulation_steps)
 
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
@@ -582,6 +573,23 @@ def check_samples(samples: int) -> None:
     """Raises ConfigError if the training set is empty."""
     if samples < 1:
         raise ConfigError("data", None, "the training set holds no samples", "Point it at data with some")
+
+
+def as_written(
+    plan: Plan, first: Epoch, unit: str, global_size: int, accumulation_steps: int, **stated: object
+) -> dict[str, Any]:
+    """A plan as written to ``plan.json``, whose windows are those of its ``first`` epoch."""
+    return {
+        "unit": unit,
+        "samples": plan.samples,
+        **stated,
+        "global_size": global_size,
+        "micro_size": plan.micro_batch_size,
+        "world_size": plan.world_size,
+        "accumulation_steps": accumulation_steps,
+        "windows_per_epoch": first.windows_per_epoch,
+        "last_window_size": len(first.window(first.windows_per_epoch - 1)),
+    }
 
 
 class _Sizes(Protocol):

@@ -22,6 +22,7 @@ from distaccum.data.plan.batch import (
     Ids,
     Plan,
     SizeNames,
+    as_written,
     check_samples,
     check_sizes,
     describe_steps,
@@ -205,18 +206,8 @@ class ScheduledPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``; windows are those of the first epoch, micro-steps the largest one's."""
-        first = self.epoch(0)
-        return {
-            "unit": "samples",
-            "samples": self.samples,
-            "schedule": self._stated,
-            "global_size": self.global_batch_size,
-            "micro_size": self.micro_batch_size,
-            "world_size": self.world_size,
-            "accumulation_steps": micro_steps_of(range(self.largest), self.world_size, self.micro_batch_size),
-            "windows_per_epoch": first.windows_per_epoch,
-            "last_window_size": len(first.window(first.windows_per_epoch - 1)),
-        }
+        steps = micro_steps_of(range(self.largest), self.world_size, self.micro_batch_size)
+        return as_written(self, self.epoch(0), "samples", self.global_batch_size, steps, schedule=self._stated)
 
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""

@@ -18,6 +18,7 @@ from distaccum.data.plan.batch import (
     Ids,
     Plan,
     SizeNames,
+    as_written,
     check_samples,
     check_sizes,
     describe_steps,
@@ -279,17 +280,9 @@ class TokenPlan(Plan):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``; windows are those of the first epoch."""
-        windows = self._first_epoch.windows_per_epoch
-        return {
-            "unit": "tokens",
-            "samples": self.samples,
-            "global_size": self.tokens,
-            "micro_size": self.micro_batch_size,
-            "world_size": self.world_size,
-            "accumulation_steps": max(len(self._first_epoch.micro_batches(k, 0)) for k in range(windows)),
-            "windows_per_epoch": windows,
-            "last_window_size": len(self._first_epoch.window(windows - 1)),
-        }
+        first = self._first_epoch
+        steps = max(len(first.micro_batches(k, 0)) for k in range(first.windows_per_epoch))
+        return as_written(self, first, "tokens", self.tokens, steps)
 
     def describe(self) -> list[str]:
         """The plan in words, one line per fact."""
