@@ -181,7 +181,6 @@ class Accumulator:
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
         self.tracker = ProgressTracker(
             engine,
-            self.world,
             schedule=own.schedule,
             schedulers=self._schedulers,
             skips=own.nonfinite == "skip",
@@ -194,30 +193,33 @@ class Accumulator:
         self._attach_hooks(own)
         self._items_per_sample = 1.0  # of the last window, to the nearest power of two; for counts known late
         # The last one: the latest loop over windows().
-        self._abandoned, self._closed, self._repeats, self._loop = False, False, False, object()
+        self._abandoned, self._closed, self._loop = False, False, object()
+        self._repeats = not engine.facts.numerics.fixed_order  # else a loss's bits are to be the same a second time
 
     def _attach_hooks(self, own: AccumulatorSettings) -> None:
         """Before a step the tracker comes first: what it raises is of the window before, and no other rank waits."""
         engine, world = self.engine, self.world
         self._verifier = Verifier(
             engine,
-            world,
             own.verify,
             clip_norm=own.clip_norm,
             clip_value=own.clip_value,
             count=own.count,
             steps=lambda: self.tracker.progress.step,
         )
-        self.replicas = Replicas(engine, world, stops=own.on_divergence == "stop")
+        self.replicas = Replicas(engine, stops=own.on_divergence == "stop")
         self._lockstep = Lockstep(world, self._counter, self.replicas)
         self.stragglers = Stragglers(world, forward_communicates=engine.facts.forward_communicates)
+        among_ranks = [
+            self._lockstep,
+            SettingsAgreement(engine, self.tracker.next_factors),
+            self.stragglers,
+            self.replicas,
+        ]
         engine.hooks = self._counter.hooks = Hooks(
             *([self._evaluation_weights] if self._evaluation_weights.needed else []),
             BeforeStep(self._begin_step),
-            self._lockstep,
-            SettingsAgreement(engine, world, self.tracker.next_factors),
-            self.stragglers,
-            self.replicas,
+            *(among_ranks if world.size > 1 else []),
             self._verifier,
         )
         # On one rank, with nothing left to divide by, a foreign gradient is right without the engine, too.
@@ -451,17 +453,14 @@ class Accumulator:
             run = second = represented(self.engine, window.plain, loss, prefetch=self._prefetch, compared=compared)
         else:
             run = by_micro_batch = loss
-            self._expect_repeats(window.plain, loss)
+            if not self._repeats:
+                self._repeats = True
+                expect_repeats(self.engine, window.plain, loss)
             self._verifier.check_loss(window.plain, loss)
             if self.engine.memory_marks.any_failed and not self.engine.memory_marks.looked:
-                check_marks(self.engine, window.plain, loss, self.world)
+                check_marks(self.engine, window.plain, loss)
         with self._verifier.stepping() as report:
-            outcome = self._restarting.run(
-                window.plain,
-                run,
-                records,
-                prefetch=self._prefetch,
-            )
+            outcome = self._restarting.run(window.plain, run, records, prefetch=self._prefetch)
             if second:
                 outcome = second.outcome(outcome)
             self._stepped = window.plain, outcome, by_micro_batch
@@ -490,11 +489,6 @@ class Accumulator:
     def trust(self) -> None:
         """Leaves out what is looked at once a process: another accumulator of this one has looked."""
         self._repeats = True
-
-    def _expect_repeats(self, window: Window, loss: Loss) -> None:
-        if self.engine.facts.numerics.fixed_order and not self._repeats:
-            self._repeats = True
-            expect_repeats(self.engine, window, loss, self.world)
 
     def verify(self, window: OpenWindow, loss: Loss) -> None:
         """Has a window prove its gradient before its step, whatever ``verify`` says, by running it again with ``loss``.

@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distaccum.data.batches import to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import KeyedRandom
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.errors import BatchStatisticsWarning, MisuseError, shorten
@@ -22,7 +21,7 @@ from distaccum.losses.normalize import as_loss_sums
 
 
 @torch.no_grad()
-def expect_repeats(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+def expect_repeats(engine: Engine, window: Window, loss: Loss) -> None:
     """Computes the loss of this rank's first micro-batch twice, with the same random numbers; a collective.
 
     What a model or a loss keeps between two calls in an attribute, such as a hidden state, a counter or a generator of
@@ -45,7 +44,7 @@ def expect_repeats(engine: Engine, window: Window, loss: Loss, world: World) -> 
                     )
         first, second = found
         differs = len(first) != len(second) or not all(map(_same, first, second))
-    if world.all_reduce_max_host([differs])[0]:
+    if engine.world.all_reduce_max_host([differs])[0]:
         problem = "the loss of a micro-batch is another one a second time, with the same weights and random numbers"
         remedy = "keep no state between two calls, and no generator of your own, in the model or the loss"
         raise MisuseError(f"{problem}, so that it depends on what its rank has run before: {remedy}, or numerics=fast")

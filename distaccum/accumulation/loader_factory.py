@@ -17,7 +17,6 @@ from distaccum.data.factory import as_loader, make_plan
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import Resize, check_sizes, largest_share
 from distaccum.data.spec import is_map_style
-from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import ConfigError
@@ -151,15 +150,8 @@ class LoaderFactory:
             from distaccum.accumulation.rehearsal import rehearse  # noqa: PLC0415  with micro_batch_size=auto alone
             from distaccum.data.host_memory import longest_micro_batch  # noqa: PLC0415
 
-            self.rehearsal = rehearse(
-                self._engine,
-                self._world,
-                self._loss,
-                partial(longest_micro_batch, spec),
-                count=self._loss.count,
-                most=largest_share(plan),
-                sharing=max(1, LaunchEnvironment.from_environment().local_size),
-            )
+            longest = partial(longest_micro_batch, spec)
+            self.rehearsal = rehearse(self._engine, self._loss, longest, most=largest_share(plan))
             self._sizes["micro_batch_size"] = self.rehearsal.micro_size
         return self._as_loader(spec)
 

@@ -1,4 +1,7 @@
-"""Whether the ranks do the same: begin the same window, and hold the same weights when that matters."""
+"""Whether the ranks do the same: begin the same window, and hold the same weights when that matters.
+
+On one rank no hook of these is attached.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,14 @@ class SettingsAgreement(WindowHook):
 
     Args:
         engine: whose optimizers are compared.
-        world: this rank.
         next_factors: the schedule's factors that the coming step may get.
     """
 
-    def __init__(self, engine: Engine, world: World, next_factors: Callable[[], Sequence[float]]) -> None:
-        self._engine, self._world, self._next_factors = engine, world, next_factors
+    def __init__(self, engine: Engine, next_factors: Callable[[], Sequence[float]]) -> None:
+        self._engine, self._world, self._next_factors = engine, engine.world, next_factors
 
     def outgoing(self, micro_batches: int, losses: int) -> list[float]:
         """A number that stands for the settings, and its square."""
-        if self._world.size == 1:
-            return []
         engine = self._engine
         factors = self._next_factors()
         number = fingerprint(engine.optimizers, factors, hooks=engine.facts.steps_parts, world_size=self._world.size)
@@ -54,7 +54,7 @@ class SettingsAgreement(WindowHook):
         Raises:
             MisuseError: the ranks differ; raised on all of them.
         """
-        if sums and differ(sums, self._world.size):
+        if differ(sums, self._world.size):
             raise MisuseError(self._explanation())
 
     def _explanation(self) -> str:
@@ -105,8 +105,6 @@ class Stragglers(WindowHook):
     def outgoing(self, micro_batches: int, losses: int) -> list[float]:
         """One, so that a collective of the program's own is noticed; the seconds of loading, and of computing."""
         activity, slots = self._activity, self._slots
-        if self._world.size == 1:
-            return []
         times = [0.0] * (2 * slots)
         slot = self._world.rank % slots
         times[slot] = perf_counter() - activity.loading_at
@@ -120,8 +118,6 @@ class Stragglers(WindowHook):
         Raises:
             MisuseError: they are not those of a count.
         """
-        if not sums:
-            return
         if sums[0] != self._world.size:
             problem = "the count's all-reduce has met a collective that this program calls on some ranks only"
             raise MisuseError(f"{problem}: call each collective of your own on every rank, in the same order")
@@ -225,9 +221,7 @@ class Lockstep(WindowHook):
         self._unchecked = 0
 
     def outgoing(self, micro_batches: int, losses: int) -> list[float]:
-        """The place's number, and its square; nothing on one rank."""
-        if self._world.size == 1:
-            return []
+        """The place's number, and its square."""
         number = float(crc32(f"{self._epoch}, {self._window}, {self._steps}".encode()) % _PLACES)
         return [number, number * number]
 
@@ -237,8 +231,6 @@ class Lockstep(WindowHook):
         Raises:
             MisuseError: the ranks are apart; raised on all of them.
         """
-        if not sums:
-            return
         total, squares = map(int, sums)
         if self._world.size * squares == total * total:
             return

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from distaccum.data.batches import to_device
 from distaccum.data.cutting import shape_of
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.memory import LiveMemory, is_out_of_memory, memory_left
 from distaccum.distributed.random import KeyedRandom
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
@@ -32,7 +32,7 @@ from distaccum.engines.memory_marks import Shape, memory_by_part, state_to_come
 from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import Count, as_counts, normalize_loss
+from distaccum.losses.normalize import as_counts, normalize_loss
 
 _log = logging.getLogger(__name__)
 
@@ -95,48 +95,26 @@ class Rehearsal:
 
 
 def rehearse(
-    engine: Engine,
-    world: World,
-    loss: Loss,
-    batch_of: Callable[[int], Any],
-    *,
-    count: Count,
-    most: int,
-    sharing: int = 1,
-    seconds: float = SECONDS,
+    engine: Engine, loss: Loss, batch_of: Callable[[int], Any], *, most: int, seconds: float = SECONDS
 ) -> Rehearsal:
     """Finds the smallest power of two within 1 % of the best rate and at most 90 % of memory; a collective.
 
     Args:
         engine: before its first window, or between two.
-        world: this rank.
         loss: sums over a batch.
         batch_of: gives a micro-batch of so many samples, on the host: the longest ones.
-        count: of a batch.
         most: samples that a rank has in a window, at most.
-        sharing: ranks on this machine.
         seconds: that it may take; a size that has begun is finished.
 
     Raises:
         ResourceError: memory is over for a single sample.
     """
-    found = _Rehearsal(engine, world, loss, batch_of=batch_of, count=count, sharing=sharing)
-    return found.run(most, seconds)
+    return _Rehearsal(engine, loss, batch_of).run(most, seconds)
 
 
 class _Rehearsal:
-    def __init__(
-        self,
-        engine: Engine,
-        world: World,
-        loss: Loss,
-        *,
-        batch_of: Callable[[int], Any],
-        count: Count,
-        sharing: int,
-    ) -> None:
-        self._engine, self._world, self._loss = engine, world, loss
-        self._batch_of, self._count, self._sharing = batch_of, count, sharing
+    def __init__(self, engine: Engine, loss: Loss, batch_of: Callable[[int], Any]) -> None:
+        self._engine, self._world, self._loss, self._batch_of = engine, engine.world, loss, batch_of
         self._shapes: dict[int, Shape] = {}
         self._cuda = engine.device.type == "cuda"
 
@@ -229,7 +207,7 @@ class _Rehearsal:
         return ResourceError(f"out of memory in the rehearsal, with a single sample: {said}. {held}. {remedy}")
 
     def _limit(self, to_come: int) -> int | None:
-        left = memory_left(self._engine.device, sharing=self._sharing)
+        left = memory_left(self._engine.device, sharing=max(1, LaunchEnvironment.from_environment().local_size))
         known = -1 if left is None else max(0, left - to_come)
         fewest = -self._world.all_reduce_max_host([-known])[0]
         return None if fewest < 0 else fewest
@@ -245,7 +223,7 @@ class _Rehearsal:
         """Seconds of a forward and backward, which accumulates on this rank only; the gradient is dropped."""
         engine, random = self._engine, KeyedRandom(self._engine.device)
         engine.begin_window(1)
-        counts = as_counts(self._count(batch))
+        counts = as_counts(self._loss.count(batch))
         divisors = {name: value or 1.0 for name, value in counts.items()}
         moved = to_device(batch, engine.device)
         self._wait()

@@ -26,7 +26,6 @@ from distaccum.data.cutting import CannotCutError, cut, rows_of, shape_of
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, Restart
 from distaccum.engines.memory_marks import Shape, memory_by_part
 from distaccum.errors import ResourceError
@@ -138,7 +137,6 @@ class Restarting:
         )
 
     def _refusal(self, place: str, i: int, shape: Shape, said: str, why: str) -> ResourceError:
-
         lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if shape.rows > 1 else ""
         remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
         return ResourceError(
@@ -196,7 +194,7 @@ def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequen
     return why
 
 
-def check_marks(engine: Engine, window: Window, loss: Loss, world: World) -> None:
+def check_marks(engine: Engine, window: Window, loss: Loss) -> None:
     """Looks at some samples before windows are cut by marks of an earlier process; once, a collective where a forward
     is one. Where some rank has no samples in the window, that waits for the next one.
 
@@ -204,7 +202,7 @@ def check_marks(engine: Engine, window: Window, loss: Loss, world: World) -> Non
         ResourceError: parts of a micro-batch do not give what the whole does; on all ranks where a forward is a
             collective.
     """
-    together = engine.facts.forward_communicates
+    together, world = engine.facts.forward_communicates, engine.world
     rows = [_rows(window, i) for i in range(len(window.micro_batches))]
     most = max(rows, default=0)
     if together:  # as many forwards on every rank

@@ -20,7 +20,6 @@ from distaccum.accumulation.step import Outcome
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.engines.modules import HostCopy, trained
 from distaccum.errors import MisuseError, NonFiniteError, SpikeError, UntrainedParameterWarning, shorten
@@ -100,7 +99,6 @@ class ProgressTracker:
 
     Args:
         engine: makes the steps.
-        world: this rank.
         schedule: from the number of applied updates to a factor of the learning rate.
         schedulers: torch's, instead; stepped after every applied update.
         skips: whether a NaN or infinite gradient only skips its window. Otherwise it ends the run, unless a loss scale
@@ -113,7 +111,6 @@ class ProgressTracker:
     def __init__(
         self,
         engine: Engine,
-        world: World,
         *,
         schedule: Schedule | None,
         schedulers: Sequence[OwnedScheduler],
@@ -122,7 +119,7 @@ class ProgressTracker:
         meet: Callable[[str], object] = lambda _: None,
         spikes: Spikes | None = None,
     ) -> None:
-        self._engine, self._world, self._meet = engine, world, meet
+        self._engine, self._world, self._meet = engine, engine.world, meet
         self.spikes, self._most_spikes = spikes, max_skips
         self._too_many_spikes = ""
         self._schedule, self._schedulers = schedule, schedulers
@@ -135,7 +132,7 @@ class ProgressTracker:
         self._own_fault: str | None = None  # of the last step, where it was not finite: no rank knows the others'
         self.last: Outcome | None = None
         # Every rank sees the same norms: one of them warns.
-        self._untrained = UntrainedParameters(trained(engine.unwrapped_model)) if world.is_main else None
+        self._untrained = UntrainedParameters(trained(engine.unwrapped_model)) if engine.world.is_main else None
 
     @property
     def known_progress(self) -> Progress:

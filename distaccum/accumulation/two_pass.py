@@ -12,7 +12,7 @@ Source: L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -208,7 +208,7 @@ class SecondPass:
     It is called with the micro-batches in order.
 
     Args:
-        represent: of the loss.
+        loss: of the window.
         parts: this rank's micro-batches.
         sums: the window's losses by name, this rank's shares.
         tolerance: of the comparison of both passes.
@@ -216,7 +216,7 @@ class SecondPass:
 
     def __init__(
         self,
-        represent: Callable[[nn.Module, Any], Any],
+        loss: WindowLoss,
         parts: Sequence[_Part],
         sums: Mapping[str, Tensor],
         tolerance: float,
@@ -224,7 +224,8 @@ class SecondPass:
         self.sums = sums
         self.fault = ""
         """In words, what differed between the passes, if they were compared; empty if nothing did."""
-        self._represent, self._parts, self._tolerance = represent, parts, tolerance
+        self._represent, self.count = loss.represent, loss.count
+        self._parts, self._tolerance = parts, tolerance
         self._next = 0
 
     def begin(self, i: int) -> None:
@@ -234,10 +235,6 @@ class SecondPass:
     def outcome(self, outcome: Outcome) -> Outcome:
         """The outcome of the second pass, with the losses of the window: they are of no unit."""
         return replace(outcome, loss_sums={**outcome.loss_sums, **self.sums}, deal=None, by_unit=None)
-
-    def count(self, batch: Any) -> float:
-        """Not called: the window is counted."""
-        raise NotImplementedError
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The products of the batch's representations with their gradients, summed; by loss."""
@@ -336,7 +333,7 @@ def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: i
     ]
     # Rank 0 has the whole of it: the shares are summed, and the sum does not depend on the number of ranks.
     shares = {name: total if world.is_main else torch.zeros_like(total) for name, total in sums.items()}
-    return SecondPass(loss.represent, own, shares, tolerance)
+    return SecondPass(loss, own, shares, tolerance)
 
 
 def _rows(tensors: Sequence[Tensor | None], spans: Sequence[tuple[int, int]]) -> list[Tensor | None]:

@@ -21,7 +21,6 @@ from distaccum.checkpoint.files import ABSENT, write_json
 from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -37,14 +36,13 @@ _SO = "; so micro-batches have "
 
 
 def find_micro_batch(
-    components: TrainingComponents, accumulator: Accumulator, world: World, saved: Mapping[str, Any], hardware: str
+    components: TrainingComponents, accumulator: Accumulator, saved: Mapping[str, Any], hardware: str
 ) -> TrainingComponents:
     """The components with the micro-batch that the run is to use, and why; a collective before the first window.
 
     Args:
         components: planned with a size before the rehearsal.
         accumulator: made of them, with the weights to begin with.
-        world: this rank.
         saved: what the checkpoint says of memory; the same on every rank.
         hardware: as :func:`hardware_of` says.
 
@@ -67,12 +65,9 @@ def find_micro_batch(
         most, rehearsed = largest_share(plan), of_micro_batch(components.loss)
         found = rehearse(
             accumulator.engine,
-            world,
             rehearsed,
             partial(longest_micro_batch, components.data),
-            count=rehearsed.count,
             most=min(most, batch.micro_size) if isinstance(batch.micro_size, int) else most,
-            sharing=max(1, LaunchEnvironment.from_environment().local_size),
         ).as_dict()
     plan = plan.with_micro_batch(found[SIZE])
     if plan.limit_of_tokens:

@@ -495,7 +495,7 @@ def _with_micro_batch(
     closing.enter_context(memory_noted(run_dir, marks, known, hardware, world, resume=config.resume))
     if config.batch.rehearses:
         screen.enter("rehearsing")
-    return find_micro_batch(components, accumulator, world, known, hardware)
+    return find_micro_batch(components, accumulator, known, hardware)
 
 
 def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:

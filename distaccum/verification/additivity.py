@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
@@ -57,7 +56,7 @@ class _Shapes:
         return list(self.both.losses) if self.padded else []
 
 
-def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: Count | None = None) -> None:
+def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None) -> None:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
     Where micro-batches are padded to fixed shapes, samples are compared without that and with it; in training mode too,
@@ -70,7 +69,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, world: World, count: 
         VerificationError: the loss is a mean, the count is not that of its samples, or padding to a fixed shape changes
             one of the two; on all ranks.
     """
-    batches = _pair(window)
+    batches, world = _pair(window), engine.world
     without, padded = world.all_reduce_host([batches is None, batches is not None and len(batches) > _UNPADDED])
     if without == world.size or (engine.facts.forward_communicates and without):
         return

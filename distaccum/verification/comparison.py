@@ -74,7 +74,6 @@ class Comparison:
 
 def compare(
     engine: Engine,
-    world: World,
     recorded: RecordedWindow,
     plain: PlainGradient,
     held: Mapping[str, Tensor],
@@ -86,16 +85,15 @@ def compare(
 
     Args:
         engine: whose step is looked at.
-        world: this rank.
         recorded: the window.
         plain: this rank's part of the true gradient.
         held: the engine's reduced gradients, or this rank's pieces of them.
         divisor: that the step is still to divide by.
         clip_value: what the engine was told.
     """
-    parameters = trained(engine.unwrapped_model)
+    world, parameters = engine.world, trained(engine.unwrapped_model)
     starts, replicated = _layout(world, parameters, held)
-    sizes = _sizes(engine, world, plain)
+    sizes = _sizes(engine, plain)
     steps = max(world.all_gather_object(recorded.micro_batches))
     roundings = _ROUNDINGS * (steps + world.size)
     unit = recorded.loss_scale * engine.gradient_divide_factor * divisor
@@ -160,11 +158,11 @@ def _reals(tensor: Tensor) -> int:
     return 2 if tensor.is_complex() else 1
 
 
-def _sizes(engine: Engine, world: World, plain: PlainGradient) -> dict[str, float]:
+def _sizes(engine: Engine, plain: PlainGradient) -> dict[str, float]:
     """By parameter: the norms of all micro-batches' gradients, of all ranks, added up; a collective."""
     names = list(trained(engine.unwrapped_model))
     own = torch.tensor([plain.sizes.get(name, 0.0) for name in names], dtype=torch.float64)
-    summed = world.all_reduce_(own.to(engine.device).unsqueeze(1)).squeeze(1).tolist()
+    summed = engine.world.all_reduce_(own.to(engine.device).unsqueeze(1)).squeeze(1).tolist()
     return dict(zip(names, summed, strict=True))
 
 
@@ -185,17 +183,16 @@ def _median(pairs: list[tuple[float, float]]) -> float:
     return 0.0
 
 
-def shares_of_ranks(
-    engine: Engine, world: World, plain: PlainGradient, held: Mapping[str, Tensor], names: Iterable[str]
-) -> str:
+def shares_of_ranks(engine: Engine, plain: PlainGradient, held: Mapping[str, Tensor], names: Iterable[str]) -> str:
     """In words, what each rank's part counts for in the gradient that the engine holds; a collective.
 
     By least squares over the parameters ``names``, together or else one by one: of a reduction that was not ended each
     may have another factor. Empty where it is the ranks' sum, or nothing that they give.
     """
+    world = engine.world
     if world.size > _MOST_RANKS_TOLD_APART or world.size == 1:
         return ""
-    fits = _fits(engine, world, plain, held, set(names))
+    fits = _fits(engine, plain, held, set(names))
     total = sum(fits.values(), _Fit.none(world.size))
     together = [shares for shares in world.all_gather_object(total.shares()) if shares is not None]
     if len(together) == world.size:
@@ -236,11 +233,9 @@ class _Fit:
         return shares.tolist() if left < 1e-4 * self.found else None
 
 
-def _fits(
-    engine: Engine, world: World, plain: PlainGradient, held: Mapping[str, Tensor], names: set[str]
-) -> dict[str, _Fit]:
+def _fits(engine: Engine, plain: PlainGradient, held: Mapping[str, Tensor], names: set[str]) -> dict[str, _Fit]:
     """Of each parameter; a collective."""
-    parameters = trained(engine.unwrapped_model)
+    world, parameters = engine.world, trained(engine.unwrapped_model)
     starts, _ = _layout(world, parameters, held)
     fits: dict[str, _Fit] = {}
     for name in [name for name in parameters if name in names]:

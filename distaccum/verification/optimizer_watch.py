@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
@@ -35,8 +34,7 @@ class OptimizerWatch:
     So what an engine does last counts too: unscaling, dividing, clipping.
 
     Args:
-        engine: whose step is looked at.
-        world: this rank; making one is a collective.
+        engine: whose step is looked at; making one is a collective.
         expected: what they should be given.
         clip_norm: what the engine was told.
         measures: what a wrong factor may be made of, with names.
@@ -45,7 +43,6 @@ class OptimizerWatch:
     def __init__(
         self,
         engine: Engine,
-        world: World,
         expected: Expected,
         *,
         clip_norm: float | None,
@@ -55,7 +52,7 @@ class OptimizerWatch:
         """Whether an optimizer was given what it should be."""
         self.factor: float | None = None
         """A factor of the whole gradient that may be by design."""
-        self._engine, self._world, self._expected = engine, world, expected
+        self._engine, self._world, self.expected = engine, engine.world, expected
         self._clip_norm = clip_norm
         self._coefficient = 1.0 if clip_norm is None else min(1.0, clip_norm / (expected.norm + 1e-6))
         self._measures = {**measures, "(clip coefficient)": self._coefficient}
@@ -68,7 +65,7 @@ class OptimizerWatch:
         by_id = {id(p): name for name, p in engine.probe.stepped.items()}
         with engine.probe.stepped_groups:
             held = [p for optimizer in engine.optimizers for group in optimizer.param_groups for p in group["params"]]
-        (known,) = world.all_reduce_host([any(id(p) in by_id for p in held)])
+        (known,) = self._world.all_reduce_host([any(id(p) in by_id for p in held)])
         # An engine may step on copies of its own, which hold several parameters end to end.
         self._names: Mapping[int, str] | None = by_id if known else None
         self._left = sum(p.numel() for p in held)
@@ -104,7 +101,7 @@ class OptimizerWatch:
             self._add_copies(found, sum(tensor.numel() for tensor in tensors))
             return
         names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
-        self._agree_on(found, sum(self._expected.own.get(name, 0.0) for name in names))
+        self._agree_on(found, sum(self.expected.own.get(name, 0.0) for name in names))
 
     def _after_foreign_hooks(self, optimizer: Optimizer, *_: Any) -> None:
         """Says that step pre-hooks of the user's have changed what was compared before them."""
@@ -123,7 +120,7 @@ class OptimizerWatch:
         total, seen = self._world.all_reduce_host([self._found, float(self._seen)])
         elements = sum(whole_numel(p) for p in trained(self._engine.unwrapped_model).values())
         copies = max(1, round(seen / elements))  # padding aside
-        self._agree_on(total / copies, self._expected.clipped)
+        self._agree_on(total / copies, self.expected.clipped)
 
     # --- the comparison
 
@@ -131,7 +128,7 @@ class OptimizerWatch:
         """Compares squared norms of what is stepped on and of what should be; a collective."""
         norm, right = math.sqrt(found), math.sqrt(should)
         clipped = right * self._coefficient
-        allowed = self._expected.tolerance * right + self._coefficient * self._expected.allowed
+        allowed = self.expected.tolerance * right + self._coefficient * self.expected.allowed
         wrong = not abs(norm - clipped) <= allowed
         any_wrong, spoiled = self._world.all_reduce_host([wrong, self._spoiled])
         if spoiled:
@@ -152,19 +149,19 @@ class OptimizerWatch:
         Args:
             norms: every rank's, and that of the engine's gradient as far as the slope says, before clipping.
         """
-        if self._expected.faults is None:
+        if self.expected.faults is None:
             return False
         largest = max((right for _, right in norms), default=0.0)
         factors = [norm / right for norm, right in norms if right > OF_NORM * largest]
         if not factors or not all(map(math.isfinite, factors)):
             return False
         factor = max(factors)
-        if factor - min(factors) > ONE_FACTOR * factor and self._expected.clip_value is None:
+        if factor - min(factors) > ONE_FACTOR * factor and self.expected.clip_value is None:
             return False
-        total = factor * self._expected.norm
+        total = factor * self.expected.norm
         if self._clip_norm is not None and total > (1 - ONE_FACTOR) * self._clip_norm:
             return total < (1 + ONE_FACTOR) * self._clip_norm  # the norm that the step reports says by how much
-        if self._expected.is_fault(factor):
+        if self.expected.is_fault(factor):
             return False
         self.factor = factor
         return True
@@ -177,12 +174,12 @@ class OptimizerWatch:
         else:
             how = "; ".join(f"{self._worded(factor)} on {rank}" for rank, factor in said)
         return (
-            f"the optimizer is given the window's gradient times {how}: compared with {self._expected.road}, before it "
+            f"the optimizer is given the window's gradient times {how}: compared with {self.expected.road}, before it "
             f"steps; no weight has moved. {CLOSING}"
         )
 
     def _worded(self, factor: float) -> str:
-        return words(factor, self._measures, max(5e-3, self._expected.tolerance))
+        return words(factor, self._measures, max(5e-3, self.expected.tolerance))
 
     # --- after the step
 
@@ -196,22 +193,22 @@ class OptimizerWatch:
             VerificationError: no optimizer was asked to step, the norm is wrong, or gradients are left; on all ranks.
         """
         if not self._called:  # the other ranks may wait in an optimizer's step
-            self._agree_on(0.0, max(self._expected.whole, 1e-30))
+            self._agree_on(0.0, max(self.expected.whole, 1e-30))
         left = [
             name
             for name, p in self._engine.unwrapped_model.named_parameters()
             if p.grad is not None and bool((to_local(p.grad) != 0).any())
         ]
-        norm = self._expected.norm
+        norm = self.expected.norm
         factor = reported / norm if norm else 0.0
-        off = not abs(reported - norm) <= self._expected.tolerance * norm + self._expected.allowed
-        if off and not self._expected.is_fault(factor):
+        off = not abs(reported - norm) <= self.expected.tolerance * norm + self.expected.allowed
+        if off and not self.expected.is_fault(factor):
             off, self.factor = False, factor
         any_left, any_off = self._world.all_reduce_host([bool(left), off])
         if any_off:
             raise VerificationError(
                 f"the gradient norm that the step reports and clips by is {self._worded(reported / norm)} that "
-                f"of {self._expected.road} ({reported:.6g} and {norm:.6g}). {CLOSING}"
+                f"of {self.expected.road} ({reported:.6g} and {norm:.6g}). {CLOSING}"
             )
         if any_left:
             names = self._world.all_gather_names(left)

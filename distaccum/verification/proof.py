@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from distaccum.data.window import Window
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.compiled import compiled_parts
 from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
-from distaccum.losses.base import InOrder, Loss
+from distaccum.losses.base import InOrder
 from distaccum.losses.normalize import LossSum
 from distaccum.verification.comparison import Comparison, compare, shares_of_ranks
 from distaccum.verification.directional import compare_with_slope
@@ -47,7 +46,6 @@ class GradientProof:
 
     Args:
         engine: whose step is looked at.
-        world: this rank.
         window: has not begun.
         clip_norm, clip_value: what the engine was told.
     """
@@ -55,7 +53,6 @@ class GradientProof:
     def __init__(
         self,
         engine: Engine,
-        world: World,
         window: Window,
         *,
         clip_norm: float | None,
@@ -67,29 +64,16 @@ class GradientProof:
         """What was found, for people; known after the step."""
         self.doubtful = False
         """Whether :attr:`summary` tells of a gradient that is right only if the loss's is no slope by design."""
-        self._engine, self._world = engine, world
+        self._engine, self._world = engine, engine.world
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._recorded = RecordedWindow(engine, window)
-        self._plain = PlainGradient(engine, self._recorded)
+        self.records = RecordedWindow(engine, window)
+        """What is noted of the window."""
+        self._plain = PlainGradient(engine, self.records)
         self._problem = ""  # of this rank: why the gradient cannot be compared
         self._nothing = False  # whether no rank holds a gradient
-        self._expected: Expected | None = None
         self._watch: OptimizerWatch | None = None
 
     # --- while the window runs
-
-    def rerun_with(self, loss: Loss) -> None:
-        """The forward is to be run again with ``loss``."""
-        self._recorded.rerun_with(loss)
-
-    @property
-    def records(self) -> RecordedWindow:
-        """What is noted of the window."""
-        return self._recorded
-
-    def before_forward(self) -> None:
-        """Notes the random numbers that a micro-batch's forward begins with."""
-        self._recorded.before_forward()
 
     def before_backward(self, total: LossSum, provisional_count: float) -> None:
         """Walks the graph of a micro-batch's loss in a user's loop, unless the window is to be run again.
@@ -98,15 +82,15 @@ class GradientProof:
             total: the loss that the loop gave.
             provisional_count: what it is divided by where the count is not known yet.
         """
-        self._recorded.note(total)
-        self._recorded.provisional_count = provisional_count
-        if self._recorded.loss is not None or self._problem:
+        self.records.note(total)
+        self.records.provisional_count = provisional_count
+        if self.records.loss is not None or self._problem:
             return
         if not self._engine.probe.walks_twice:
             self._problem = "this engine does not let its graph be walked twice: call acc.verify(window, loss)"
             return
         try:
-            self._plain.walk(total, self._recorded.counts)
+            self._plain.walk(total, self.records.counts)
         except Exception as error:  # reentrant checkpoints, compiled backwards, functions that free their tensors
             self._problem = f"its graph cannot be walked twice ({first_line(error)}): call acc.verify(window, loss)"
 
@@ -116,31 +100,29 @@ class GradientProof:
         """See ``Verifier.before_step``."""
         held = dict(self._engine.probe.reduced_gradients())
         sharded, whole = self._engine.facts.forward_communicates, self._fits_a_rank()
-        if sharded and self._recorded.loss is None:
+        if sharded and self.records.loss is None:
             self._problem = self._problem or "this engine shards the model: call acc.verify(window, loss)"
         infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
         if infinite:
             return  # the step is skipped, and the next window verified
-        if isinstance(self._recorded.loss, InOrder):
-            fault = self._recorded.loss.fault
+        if isinstance(self.records.loss, InOrder):
+            fault = self.records.loss.fault
             if faults := self._world.all_gather_names([fault] if fault else []):
                 raise MisuseError(faults[0])
         if sharded and empty == self._world.size:
             self._nothing = True  # the engine says so
             return
-        if self._recorded.loss is not None and not too_large:
+        if self.records.loss is not None and not too_large:
             self._run_again()
         (failed,) = self._world.all_reduce_host([bool(self._problem)])
-        if failed and (not sharded or self._recorded.loss is None):
+        if failed and (not sharded or self.records.loss is None):
             self._give_up()
             return
         by_slope = sharded and (too_large or failed)
         self._problem = ""
-        self._expected = self._by_slope(held, divisor) if by_slope else self._by_autograd(held, divisor)
-        if self._expected is not None:
-            self._watch = OptimizerWatch(
-                self._engine, self._world, self._expected, clip_norm=self._clip_norm, measures=self._measures()
-            )
+        expected = self._by_slope(held, divisor) if by_slope else self._by_autograd(held, divisor)
+        if expected is not None:
+            self._watch = OptimizerWatch(self._engine, expected, clip_norm=self._clip_norm, measures=self._measures())
 
     def _fits_a_rank(self) -> bool:
         """Whether a rank can hold the whole model beside its part of it."""
@@ -169,9 +151,7 @@ class GradientProof:
 
     def _by_slope(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where the model is sharded, and too large for a rank; a collective. None where nothing can be told."""
-        found = compare_with_slope(
-            self._engine, self._world, self._recorded, held, divisor=divisor, clip_value=self._clip_value
-        )
+        found = compare_with_slope(self._engine, self.records, held, divisor=divisor, clip_value=self._clip_value)
         if isinstance(found, Expected):
             return found
         self._problem = found
@@ -180,19 +160,11 @@ class GradientProof:
 
     def _by_autograd(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where a rank can hold the whole model; a collective. None where nothing can be told."""
-        found = compare(
-            self._engine,
-            self._world,
-            self._recorded,
-            self._plain,
-            held,
-            divisor=divisor,
-            clip_value=self._clip_value,
-        )
+        found = compare(self._engine, self.records, self._plain, held, divisor=divisor, clip_value=self._clip_value)
         if not found.wrong:
             self._expect_reached(held)
             return found.expected
-        if self._recorded.loss is not None and (problem := self._another_run(found)):
+        if self.records.loss is not None and (problem := self._another_run(found)):
             if self._engine.facts.forward_communicates:
                 return self._by_slope(held, divisor)
             self._problem = problem
@@ -210,7 +182,7 @@ class GradientProof:
         Raises:
             MisuseError: compiled code gives it a gradient of zero, by which weight decay and momentum would move it.
         """
-        if self._recorded.loss is None or not compiled_parts(self._engine.unwrapped_model):
+        if self.records.loss is None or not compiled_parts(self._engine.unwrapped_model):
             return
         reached = self._world.all_gather_names(sorted(self._plain.reached_uncompiled()))
         given = set(self._world.all_gather_names(sorted(self._plain.parts)))
@@ -223,7 +195,7 @@ class GradientProof:
 
     def _another_run(self, found: Comparison) -> str:
         """In words, why the second run may be another than the window's; empty where it is not. A collective."""
-        assert self._recorded.buffers is not None
+        assert self.records.buffers is not None
         unseen = {name for name, part in found.parts.items() if not part.expected and part.found}
         own = self._plain.own_backwards if unseen else set()
         if functions := self._world.all_gather_names(sorted(own)):
@@ -234,7 +206,7 @@ class GradientProof:
             return "the loss is not the same a second time"
         bare = bool(self._plain.differing_losses()) and not self._engine.facts.forward_communicates
         changed, differ, other = self._world.all_reduce_host(
-            [not self._recorded.buffers.hold(), self._plain.remembers, bare]
+            [not self.records.buffers.hold(), self._plain.remembers, bare]
         )
         if other:  # with the same weights, and no engine in the forward
             return "its forward or the loss has a memory, and gives another loss the second time"
@@ -254,9 +226,9 @@ class GradientProof:
             return  # the engine has found a fault of its own, and says so
         if self._nothing:
             raise VerificationError(f"no parameter has a gradient, on any rank: the step moves nothing. {CLOSING}")
-        if self._watch is None or self._expected is None:
+        if self._watch is None:
             return
-        watch, expected = self._watch, self._expected
+        watch, expected = self._watch, self._watch.expected
         watch.finish(float(reported))
         self.conclusive = watch.agrees
         if watch.factor is not None or expected.reversed:
@@ -273,18 +245,18 @@ class GradientProof:
         """Leaves the optimizers alone, and frees what was computed."""
         if self._watch is not None:
             self._watch.close()
-        self._recorded.forget()
+        self.records.forget()
         self._plain.forget()
 
     # --- words
 
     def _measures(self) -> dict[str, float]:
         """Numbers that a wrong factor may be made of, with their names."""
-        counts = self._recorded.window.counts
+        counts = self.records.window.counts
         return {
             "ranks": self._world.size,
-            "micro-batches": self._recorded.micro_batches,
-            "(loss scale)": self._recorded.loss_scale,
+            "micro-batches": self.records.micro_batches,
+            "(loss scale)": self.records.loss_scale,
             "(count of the window)": next(iter(counts.values())) if len(counts) == 1 else 1.0,
         }
 
@@ -294,7 +266,7 @@ class GradientProof:
         names = list(dict.fromkeys(name for _, name, _ in found.wrong))
         what = "every parameter" if len(names) == len(found.parts) else shorten(names, NAMED)
         where = "" if len(ranks) == self._world.size else f" on rank {shorten(ranks)}"
-        shares = shares_of_ranks(self._engine, self._world, self._plain, held, names)
+        shares = shares_of_ranks(self._engine, self._plain, held, names)
         off = max(self._world.all_gather_object(found.largest_error))
         forward = self._forward_differs()
         factors = {round(factor, 3) for _, _, factor in found.wrong if math.isfinite(factor)}

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import HostCopy
 from distaccum.errors import VerificationError, shorten
@@ -41,14 +40,14 @@ class Replicas(WindowHook):
 
     Args:
         engine: knows what every rank holds.
-        world: this rank.
         stops: whether ranks that differ end the run; otherwise they are logged, once.
     """
 
-    def __init__(self, engine: Engine, world: World, *, stops: bool) -> None:
+    def __init__(self, engine: Engine, *, stops: bool) -> None:
         self.every: int | None = None
         """Windows between two checksums; known with the first window's count."""
-        self._engine, self._world, self._stops = engine, world, stops
+        self._engine, self._stops = engine, stops
+        self._world = world = engine.world
         self._delay = 1 if world.device.type == "cuda" else 0  # windows
         self.saved: object = None
         """The last checkpoint that was compared before it was saved, for the messages; None: there is none."""
@@ -76,8 +75,6 @@ class Replicas(WindowHook):
 
     def outgoing(self, micro_batches: int, losses: int) -> list[float]:
         """The numbers of this rank that ride in the next count: as many on every rank, and in every count."""
-        if self._world.size == 1:
-            return []
         self._asked = self.every is None
         self._sends = self._pending is not None and self._pending[1] >= self._delay
         slots = [0.0] * self._slots
@@ -92,8 +89,6 @@ class Replicas(WindowHook):
         Raises:
             VerificationError: the ranks differ; raised on all of them.
         """
-        if not sums:
-            return
         if self._asked:
             self.every = self._interval(sums[0] / self._world.size)
         divided, self._divided, self._counted = self._divided, {}, {}
@@ -124,8 +119,6 @@ class Replicas(WindowHook):
     def after_step(self, window: Window) -> None:
         """Notes a window whose step was made, and takes the checksum where it is due; nothing waits for the device."""
         self._windows += 1
-        if self._world.size == 1:
-            return  # nobody to compare with
         if self._pending is not None:
             self._pending = (self._pending[0], self._pending[1] + 1, self._pending[2])
         begun_by_others = window.deal is not None and window.deal.begun_by_others  # whose micro-batches count, too

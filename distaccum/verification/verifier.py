@@ -12,7 +12,6 @@ from torch import Tensor
 
 from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
@@ -70,7 +69,6 @@ class Verifier(WindowHook):
 
     Args:
         engine: whose step is looked at.
-        world: this rank.
         when: ``first``: the first window of this process, or of a restored state, whose gradient is finite; a number:
             that one, and one every so many windows; ``never``.
         clip_norm, clip_value: what the engine was told.
@@ -81,7 +79,6 @@ class Verifier(WindowHook):
     def __init__(
         self,
         engine: Engine,
-        world: World,
         when: str | int,
         *,
         clip_norm: float | None,
@@ -89,7 +86,7 @@ class Verifier(WindowHook):
         count: Count | None = None,
         steps: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._engine, self._world, self._when, self._count = engine, world, when, count
+        self._engine, self._world, self._when, self._count = engine, engine.world, when, count
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._steps, self._skipped = steps, SkippedWindows(engine, steps)
         self._loss_checked = self._warned = False
@@ -128,12 +125,12 @@ class Verifier(WindowHook):
         """The proof of a window that has not begun."""
         from distaccum.verification.proof import GradientProof  # noqa: PLC0415  for the windows that are verified
 
-        return GradientProof(self._engine, self._world, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
+        return GradientProof(self._engine, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
 
     def prove(self, window: Window, loss: Loss) -> GradientProof:
         """Begins a proof of a window that has not begun, by running it again with ``loss``; a collective."""
         self.proof = self.proof_of(window)
-        self.proof.rerun_with(loss)
+        self.proof.records.rerun_with(loss)
         self.check_loss(window, loss)
         return self.proof
 
@@ -153,7 +150,7 @@ class Verifier(WindowHook):
             from distaccum.verification.additivity import check_loss  # noqa: PLC0415  as above
 
             self._loss_checked = True
-            check_loss(self._engine, window, loss, self._world, self._count)
+            check_loss(self._engine, window, loss, self._count)
 
     def before_step(self, divisor: float = 1.0) -> None:
         """Compares what the engine is about to step on; a collective where a proof is open.

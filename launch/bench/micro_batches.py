@@ -42,7 +42,7 @@ def _compare(overrides: list[str], world: World, global_size: int, rounds: int) 
     loops = {size: WindowLoop(_components(config, world, global_size, size), world) for size in sizes}
     components = _components(config, world, global_size, AUTO)
     accumulator = build_accumulator(components, world)
-    found = find_micro_batch(components, accumulator, world, {}, hardware_of(components, world)).memory
+    found = find_micro_batch(components, accumulator, {}, hardware_of(components, world)).memory
     accumulator.close()
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for loop in loops.values():

@@ -39,8 +39,8 @@ GUARDS = Mutant(
         ),
         (
             "engines/ddp/engine.py",
-            "        else:  # the error came before DDP knew of a parameter\n            self._reduction.join",
-            "        elif False:\n            self._reduction.join",
+            "        elif self._watch.unchanged:  # the error came before DDP knew of a parameter\n",
+            "        elif False:\n",
         ),
         ("engines/optimizer_step.py", "        if not held <= self._known:\n", "        if False:\n"),
         # a micro-step after the reduction
@@ -67,7 +67,7 @@ GUARDS = Mutant(
             '    return  # f"{method}() was called by hand',
         ),
         # settings that differ between ranks
-        ("accumulation/lockstep.py", "if sums and differ(sums, self._world.size):", "if False:"),
+        ("accumulation/lockstep.py", "if differ(sums, self._world.size):", "if False:"),
         # what needs a gradient, as the gathered weights say
         ("engines/fsdp2/engine.py", "        if self._trains != self._sharded.trains():\n", "        if False:\n"),
         # weights that stay gathered

@@ -55,7 +55,7 @@ def samples(size: int) -> Tensor:
 
 def found_by(world: World, acc: Accumulator, most: int = 16) -> Rehearsal:
     loss = Squares()
-    return rehearse(acc.engine, world, loss, samples, count=loss.count, most=most)
+    return rehearse(acc.engine, loss, samples, most=most)
 
 
 def test_nothing_is_left_of_it(world: World) -> None:
@@ -127,7 +127,7 @@ def test_the_smallest_size_near_the_best_rate_within_memory(
     monkeypatch.setattr(rehearsal, "state_to_come", lambda _: 0)
     acc = accumulator(world, model())
     loss = Squares()
-    found = rehearse(acc.engine, world, loss, samples, count=loss.count, most=8)
+    found = rehearse(acc.engine, loss, samples, most=8)
     assert found.micro_size == size
     assert found.reason.startswith(reason)
     if found.left_out == 8:
@@ -145,7 +145,7 @@ def test_a_size_that_runs_out_of_memory_is_left_out(world: World) -> None:
             return super().__call__(model, batch)
 
     loss = Large()
-    found = rehearse(acc.engine, world, loss, samples, count=loss.count, most=64)
+    found = rehearse(acc.engine, loss, samples, most=64)
     assert found.micro_size <= 4
     assert found.left_out == 8
     assert found.reason.endswith("8 would not fit")
@@ -161,7 +161,7 @@ def test_a_single_sample_that_does_not_fit_is_one_message(world: World) -> None:
 
     loss = Never()
     with pytest.raises(ResourceError, match=r"out of memory in the rehearsal, with a single sample: CUDA .* Use activ"):
-        rehearse(acc.engine, world, loss, samples, count=loss.count, most=8)
+        rehearse(acc.engine, loss, samples, most=8)
     acc.close()
 
 
@@ -172,7 +172,7 @@ def test_modes_of_modules_stay_as_they_are(world: World) -> None:
     acc, loss = accumulator(world, net), Squares()
     seen = []
     net[1].register_forward_pre_hook(lambda module, _: seen.append((module.training, net.training)))
-    rehearse(acc.engine, world, loss, samples, count=loss.count, most=4)
+    rehearse(acc.engine, loss, samples, most=4)
     assert set(seen) == {(True, False)}
     assert [module.training for module in net] == [False, True, False]
     acc.close()
