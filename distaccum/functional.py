@@ -5,7 +5,7 @@
     windows = plan_windows(dataset, world, global_batch_size=64, micro_batch_size=8, count=count)   # plan the windows
     engine = create_engine(model, optimizer, world, precision="fp16", clip_norm=1.0)
     for window in windows(epoch):
-        engine.begin_window(len(window.micro_batches), window.deal)  # needed when the forward is a collective
+        engine.begin_window(len(window.micro_batches), window.assignment)  # needed when the forward is a collective
         for i, micro in enumerate(window.micro_batches):
             with (
                 keyed_random(engine, window, i),                                        # where the model draws: dropout
@@ -131,7 +131,7 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
             another factor than the engine's.
     """
-    if window.deal is not None and not engine.facts.numerics.fixed_order:
+    if window.assignment is not None and not engine.facts.numerics.fixed_order:
         problem = "the window was planned with numerics=reproducible, and the engine is not"
         raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
     if not window.micro_batches:

@@ -675,7 +675,7 @@ class Accumulator:
         Returns:
             Whether a rank of this engine can do so alone; if not, nothing was done.
         """
-        sends = self.engine.give_up(window.plain.deal)
+        sends = self.engine.give_up(window.plain.assignment)
         if sends is None:
             return False
         if window.steps:  # an error in the step itself, or of a hook, which all ranks have raised

@@ -76,7 +76,7 @@ class OpenWindow:
         self.plain, self.phase, self.provisional_count = window, Phase.OPEN, provisional_count
         self._engine, self._prefetch, self._finish, self._ranks = engine, prefetch, finish, ranks
         self._failed = failed
-        self._sums = LossSums(engine.device, window.deal)
+        self._sums = LossSums(engine.device, window.assignment)
         self._late_count: float | Tensor = 0.0
         self._current: MicroBatch | None = None
         self._left = len(window.micro_batches)
@@ -121,7 +121,7 @@ class OpenWindow:
             what = f"two windows in one zip(), of {self.samples} samples for {self._ranks} ranks,"
             remedy = "take one window's micro-batches after the other's, or drop the ragged end of the data"
             refuse(what, "of which some rank has no micro-batch: the zip() ends there before the second", remedy)
-        self._engine.begin_window(len(self.plain.micro_batches), self.plain.deal)
+        self._engine.begin_window(len(self.plain.micro_batches), self.plain.assignment)
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch

@@ -152,7 +152,7 @@ class Restarting:
         engine.give_up()
         why = f"rank {engine.world.rank} gave up its window, out of memory in {place}: {said}"
         step = replace(engine.step(), given_up=why)
-        return LossSums(engine.device, plan.deal).outcome(plan.counts, step)
+        return LossSums(engine.device, plan.assignment).outcome(plan.counts, step)
 
     def _watch(self, plan: Window, loss: Loss) -> None:
         """Lowers the mark where the allocator had to try again in two windows in a row.

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
@@ -37,7 +37,7 @@ class Outcome:
     counts: Counts
     grad_norm: Tensor
     step: StepOutput | None
-    deal: Deal | None = None
+    assignment: UnitAssignment | None = None
     by_unit: Tensor | None = None
     of_all: Tensor | None = None
 
@@ -53,9 +53,9 @@ class Outcome:
         """
         if self.of_all is not None:
             return self.of_all if rank == 0 else torch.zeros_like(self.of_all)
-        assert self.deal is not None
+        assert self.assignment is not None
         assert self.by_unit is not None
-        return _at_places(self.by_unit, self.deal, rank)
+        return _at_places(self.by_unit, self.assignment, rank)
 
     @property
     def finite(self) -> bool:
@@ -68,9 +68,9 @@ class Outcome:
         return 1.0 if self.step is None else self.step.loss_scale
 
 
-def _at_places(by_unit: Tensor, deal: Deal, rank: int) -> Tensor:
-    every = by_unit.new_zeros((by_unit.shape[0], deal.units))
-    every[:, list(deal.units_of(rank))] = by_unit
+def _at_places(by_unit: Tensor, assignment: UnitAssignment, rank: int) -> Tensor:
+    every = by_unit.new_zeros((by_unit.shape[0], assignment.units))
+    every[:, list(assignment.units_of(rank))] = by_unit
     return every
 
 
@@ -82,18 +82,18 @@ def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float]
     """
     # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
     sums = torch.stack(list(outcome.loss_sums.values())).double()
-    losses, deal = len(sums), outcome.deal
-    if deal is not None or outcome.of_all is not None:
+    losses, assignment = len(sums), outcome.assignment
+    if assignment is not None or outcome.of_all is not None:
         sums = outcome.placed(world.rank).flatten()
     if own:
         others = world.size - world.rank - 1
         slots = [*[0.0] * (len(own) * world.rank), *own, *[0.0] * (len(own) * others)]
         sums = torch.cat([sums, torch.tensor(slots, dtype=sums.dtype).to(sums.device)])
     found = world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
-    if deal is None:
+    if assignment is None:
         return found
-    by_unit, rest = torch.split(found, [losses * deal.units, len(found) - losses * deal.units])
-    return torch.cat([by_unit.view(losses, deal.units).sum(1), rest])
+    by_unit, rest = torch.split(found, [losses * assignment.units, len(found) - losses * assignment.units])
+    return torch.cat([by_unit.view(losses, assignment.units).sum(1), rest])
 
 
 class LossSums:
@@ -101,11 +101,11 @@ class LossSums:
 
     Args:
         device: of the losses.
-        deal: of the window's units; each :meth:`add` is then of one.
+        assignment: of the window's units; each :meth:`add` is then of one.
     """
 
-    def __init__(self, device: torch.device, deal: Deal | None = None) -> None:
-        self._device, self._deal = device, deal
+    def __init__(self, device: torch.device, assignment: UnitAssignment | None = None) -> None:
+        self._device, self._assignment = device, assignment
         self._sums: dict[str, Tensor] = {}
         self._by_unit: list[Mapping[str, Tensor]] = []
         self._stacked: Tensor | None = None  # these, once they are all there
@@ -116,7 +116,7 @@ class LossSums:
             before = self._sums.get(name)
             # A copy: the loop may change the loss that it gave in place.
             self._sums[name] = part.detach().clone() if before is None else before + part.detach()
-        if self._deal is not None:
+        if self._assignment is not None:
             self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 
     def outcome(self, counts: Counts, step: StepOutput | None, of_all: Tensor | None = None) -> Outcome:
@@ -127,14 +127,14 @@ class LossSums:
         zero = torch.zeros((), device=self._device)
         sums = {name: self._sums.get(name, zero) for name in counts}
         by_unit = self._stacked
-        if by_unit is None and self._deal is not None:
+        if by_unit is None and self._assignment is not None:
             by_unit = self._units(counts)
         return Outcome(
             loss_sums=sums,
             counts=counts,
             grad_norm=step.grad_norm if step else zero,
             step=step,
-            deal=self._deal,
+            assignment=self._assignment,
             by_unit=by_unit,
             of_all=of_all,
         )
@@ -149,11 +149,11 @@ class LossSums:
 
         After the last :meth:`add`.
         """
-        if self._deal is None:
+        if self._assignment is None:
             zero = torch.zeros((), device=self._device)
             return torch.stack([self._sums.get(name, zero).double() for name in counts])
         self._stacked = self._units(counts)
-        return _at_places(self._stacked, self._deal, rank)
+        return _at_places(self._stacked, self._assignment, rank)
 
 
 def backward(engine: Engine, loss: Tensor, *, last: bool) -> None:
@@ -214,9 +214,9 @@ def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2)
 
 def run_micro_steps(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2) -> LossSums:
     """The forwards and backwards of :func:`run_window`."""
-    losses, last, activity = LossSums(engine.device, window.deal), len(window.micro_batches) - 1, engine.activity
+    losses, last, activity = LossSums(engine.device, window.assignment), len(window.micro_batches) - 1, engine.activity
     random, factor = engine.facts.numerics.random(engine.device), engine.facts.gradient_divide_factor
-    engine.begin_window(len(window.micro_batches), window.deal)
+    engine.begin_window(len(window.micro_batches), window.assignment)
     activity.phase, activity.done = Phase.COPYING, 0
     for i, batch in enumerate(on_device((micro.batch for micro in window.micro_batches), engine.device, prefetch)):
         activity.done = i

@@ -172,7 +172,7 @@ class ProgressTracker:
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        if self.last.deal is None:
+        if self.last.assignment is None:
             own = [total.item() for total in self.last.loss_sums.values()]  # host read: the loop asks for it
             totals = counter.sum_together("mean_loss()", own)
         else:

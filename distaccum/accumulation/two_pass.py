@@ -234,7 +234,7 @@ class SecondPass:
 
     def outcome(self, outcome: Outcome) -> Outcome:
         """The outcome of the second pass, with the losses of the window: they are of no unit."""
-        return replace(outcome, loss_sums={**outcome.loss_sums, **self.sums}, deal=None, by_unit=None)
+        return replace(outcome, loss_sums={**outcome.loss_sums, **self.sums}, assignment=None, by_unit=None)
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The products of the batch's representations with their gradients, summed; by loss."""

@@ -223,7 +223,7 @@ class MapWindowLoader(WindowLoader):
                 ids=partial(self._ids.of_window, cut, epoch, k),
                 keys=keys_of(self._ids.firsts(cut, k), self._seed, epoch),
                 fetch=self._fetch,
-                deal=None if dealt is None else dealt.deal(k),
+                assignment=None if dealt is None else dealt.assignment(k),
                 key_at=partial(self._key_at, cut, epoch, k),
                 rows=partial(self._rows, cut, k),
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.random import keys_of
 from distaccum.losses.normalize import SINGLE, Counts
 
@@ -51,7 +51,7 @@ class Window:
     samples, as many as its tensors have; without the function nobody knows."""
     device_wait_s: Callable[[], float] | None = None
     """Gives the seconds that a GPU waited for the micro-batches, when the window is done; None on a CPU."""
-    deal: Deal | None = None
+    assignment: UnitAssignment | None = None
     """Where micro-batches are units, whose sums do not depend on the ranks: how the window's are dealt."""
     fetch: Callable[[Sequence[int]], tuple[list[Any], Callable[[list[Any]], Any]]] | None = None
     """Gives samples by their numbers, and what collates them; None where they cannot be fetched a second time."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.data.hooks import Hooks
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.group_settings import GroupSettings
@@ -229,9 +229,9 @@ class Engine(ABC):
         """Whether gradients of a window may lie there, which nobody but the engine may change."""
         return self._window_open
 
-    def _take_deal(self, deal: Deal | None) -> None:
+    def _take_assignment(self, assignment: UnitAssignment | None) -> None:
         """Where a window begins; raises MisuseError where its units are dealt, and this engine adds up as it likes."""
-        self.facts.numerics.take_deal(deal)
+        self.facts.numerics.take_assignment(assignment)
         self.buffers.begin()
 
     def _open_window(self) -> None:
@@ -296,17 +296,17 @@ class Engine(ABC):
     def weights_changed(self) -> None:  # noqa: B027  most engines have no copies
         """Told that somebody has changed parameters in place, between two windows: drops copies for forwards; local."""
 
-    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
+    def begin_window(self, micro_steps: int, assignment: UnitAssignment | None = None) -> None:
         """Called before a window's first micro-step, with the number of micro-steps that this rank has in it.
 
-        Where sums have a fixed order the window's ``deal`` says whose its units are.
+        Where sums have a fixed order the window's ``assignment`` says whose its units are.
 
         Where a forward communicates this is a collective: a rank with fewer micro-steps than another replays an earlier
         input with a zero gradient for each missing one. Elsewhere ranks may have different numbers; it only opens the
         window, as the first micro-step would.
         """
         self._open_window()
-        self._take_deal(deal)
+        self._take_assignment(assignment)
 
     @abstractmethod
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
@@ -363,13 +363,13 @@ class Engine(ABC):
         """Whether a window that an error has ended can begin again on this rank."""
         return Restart.REFUSED
 
-    def give_up(self, deal: Deal | None = None) -> bool | None:
+    def give_up(self, assignment: UnitAssignment | None = None) -> bool | None:
         """Ends a window whose gradient this rank cannot compute, and that others go on with: they are sent NaN for it.
 
         The window's :meth:`step` follows on every rank, and steps nowhere.
 
         Args:
-            deal: of the window, where :meth:`begin_window` was not called.
+            assignment: of the window, where :meth:`begin_window` was not called.
 
         Returns:
             Whether the others get NaN; False: they were sent the gradient before. None: a rank of this engine, or of

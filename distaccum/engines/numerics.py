@@ -20,7 +20,7 @@ from distaccum.config.engine import EngineConfig, FSDP2Config
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
-from distaccum.data.plan.units import VIRTUAL_RANKS, Deal, UnitPlan
+from distaccum.data.plan.units import VIRTUAL_RANKS, UnitAssignment, UnitPlan
 from distaccum.distributed.random import KeyedRandom
 from distaccum.distributed.world import World
 from distaccum.engines.rules import step_values
@@ -96,13 +96,13 @@ class Numerics:
     def check_loop(self, world: World, count: Count | None, *, rehearses: bool) -> None:
         """Raises ConfigError for what would make the windows of a loop depend on the ranks; may be a collective."""
 
-    def take_deal(self, deal: Deal | None) -> None:
+    def take_assignment(self, assignment: UnitAssignment | None) -> None:
         """Where a window begins.
 
         Raises:
             MisuseError: its units are dealt, and sums are added up as the ranks share them out.
         """
-        if deal is not None:
+        if assignment is not None:
             problem = "the window's units are dealt for numerics=reproducible, and this engine is not"
             raise MisuseError(f"{problem}: give create_engine(numerics=...) what plan_windows() was given")
 
@@ -134,7 +134,7 @@ class Reproducible(Numerics):
         """See :class:`Numerics`."""
         return ConstantBuffers(model, world)
 
-    def take_deal(self, deal: Deal | None) -> None:
+    def take_assignment(self, assignment: UnitAssignment | None) -> None:
         """See :class:`Numerics`."""
 
     def check(self, model: nn.Module, context: EngineContext) -> None:

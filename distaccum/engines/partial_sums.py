@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.units import Deal, Node, halves, joined
+from distaccum.data.plan.units import Node, UnitAssignment, halves, joined
 from distaccum.errors import MisuseError
 
 
@@ -21,37 +21,37 @@ class BlockClock:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.deal: Deal | None = None
+        self.assignment: UnitAssignment | None = None
         self._done = self._block = 0
         self._blocks: Sequence[int] = ()
         self._added: Sequence[Sequence[Node]] = ()
         self._ends: Sequence[int] = ()
 
-    def begin(self, deal: Deal | None) -> None:
-        """A window begins; without a ``deal`` it may not be reduced."""
-        self.deal, self._done, self._block = deal, 0, 0
+    def begin(self, assignment: UnitAssignment | None) -> None:
+        """A window begins; without an ``assignment`` it may not be reduced."""
+        self.assignment, self._done, self._block = assignment, 0, 0
         self._blocks = self._added = self._ends = ()
-        if deal is None:
+        if assignment is None:
             return
-        self._blocks = deal.blocks_of(self._rank)
-        _, self._added = joined(deal.blocks, deal.held_by(self._rank), self._blocks)
-        self._ends = [*accumulate(len(deal.units_of_block(block)) for block in self._blocks)]
+        self._blocks = assignment.blocks_of(self._rank)
+        _, self._added = joined(assignment.blocks, assignment.held_by(self._rank), self._blocks)
+        self._ends = [*accumulate(len(assignment.units_of_block(block)) for block in self._blocks)]
 
-    def expect_deal(self) -> Deal:
+    def expect_assignment(self) -> UnitAssignment:
         """How the window's units are dealt.
 
         Raises:
             MisuseError: nobody said so.
         """
-        if self.deal is None:
+        if self.assignment is None:
             problem = "numerics=reproducible sums a window's units in a fixed order, and nobody says which these are"
-            remedy = "take windows from acc.windows() of a dataset, or give engine.begin_window() their deal"
+            remedy = "take windows from acc.windows() of a dataset, or give engine.begin_window() their assignment"
             raise MisuseError(f"{problem}: {remedy}")
-        return self.deal
+        return self.assignment
 
     def nodes_of(self, rank: int) -> Sequence[Node]:
         """What ``rank`` gives to the reduction."""
-        return self.expect_deal().nodes_of(rank)
+        return self.expect_assignment().nodes_of(rank)
 
     @property
     def last(self) -> tuple[int, Sequence[Node]] | None:
@@ -67,11 +67,11 @@ class BlockClock:
         Raises:
             MisuseError: the window has no more on this rank.
         """
-        if self.deal is None:
+        if self.assignment is None:
             return None
         self._done += 1
         if self._block >= len(self._ends) or self._done >= self._ends[-1]:
-            units = len(self.deal.units_of(self._rank))
+            units = len(self.assignment.units_of(self._rank))
             problem = f"micro-step {self._done} of a window that has {units} units on this rank"
             raise MisuseError(f"{problem}: run each unit once, and the last one with sync=True")
         if self._done < self._ends[self._block]:

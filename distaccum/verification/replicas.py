@@ -121,7 +121,9 @@ class Replicas(WindowHook):
         self._windows += 1
         if self._pending is not None:
             self._pending = (self._pending[0], self._pending[1] + 1, self._pending[2])
-        begun_by_others = window.deal is not None and window.deal.begun_by_others  # whose micro-batches count, too
+        begun_by_others = (
+            window.assignment is not None and window.assignment.begun_by_others
+        )  # whose micro-batches count, too
         for name, used in () if begun_by_others else window.counts.items():
             self._divided[name] = self._divided.get(name, 0.0) + used
             own = sum([micro.counts.get(name, 0.0) for micro in window.micro_batches])  # a list: one Python call

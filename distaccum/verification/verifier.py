@@ -108,7 +108,7 @@ class Verifier(WindowHook):
             VerificationError: the one before was to be verified, made no step, and left something else; on all ranks.
         """
         self.proof = None
-        if window.deal is not None and window.deal.begun_by_others:
+        if window.assignment is not None and window.assignment.begun_by_others:
             return  # what others have computed of it cannot be run again
         if self._due():
             self._skipped.check()

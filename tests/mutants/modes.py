@@ -370,19 +370,19 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "ranks are summed one after the other": (
                 "engines/ddp/tree.py",
-                "total = add_up(values, self._clock.expect_deal().blocks) if values else idle.pop()",
+                "total = add_up(values, self._clock.expect_assignment().blocks) if values else idle.pop()",
                 "total = sum(values.values(), torch.zeros(1)) if values else idle.pop()",
             ),
             "the ranks decide about the tree": (
                 "data/plan/units.py",
-                "Deal(units, min(units, self.virtual_ranks), self.world_size)",
-                "Deal(units, min(units, 2 * self.world_size), self.world_size)",
+                "UnitAssignment(units, min(units, self.virtual_ranks), self.world_size)",
+                "UnitAssignment(units, min(units, 2 * self.world_size), self.world_size)",
             ),
             "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics", "None if numerics"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
-                "deal=self._deal,\n            by_unit=by_unit,",
-                "deal=None,\n            by_unit=None,",
+                "assignment=self._assignment,\n            by_unit=by_unit,",
+                "assignment=None,\n            by_unit=None,",
             ),
             "held-out batches are as large as the ranks allow": (
                 "data/held_out.py",

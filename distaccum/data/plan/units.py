@@ -92,7 +92,7 @@ VIRTUAL_RANKS = 32  # of 1, 2, 4, 8, 16 or 32 ranks each has one node of the tre
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class UnitAssignment:
     """Which units of a window are in which block, and which blocks are which rank's."""
 
     units: int
@@ -106,7 +106,7 @@ class Deal:
         return range(self.blocks * rank // self.ranks, self.blocks * (rank + 1) // self.ranks)
 
     def held_by(self, rank: int) -> Sequence[Node]:
-        """The sums that ``rank`` has from before the deal: none."""
+        """The sums that ``rank`` has from before the assignment: none."""
         return ()
 
     def nodes_of(self, rank: int) -> Sequence[Node]:
@@ -181,17 +181,17 @@ class UnitPlan(CutPlan):
         """See :class:`Plan`."""
         return self.of_one_rank.rows
 
-    def deal(self, units: int) -> Deal:
+    def assignment(self, units: int) -> UnitAssignment:
         """How that many units of a window are dealt."""
-        return Deal(units, min(units, self.virtual_ranks), self.world_size)
+        return UnitAssignment(units, min(units, self.virtual_ranks), self.world_size)
 
     @cached_property
     def micro_steps(self) -> int:
         """The most units of a rank among windows of the first epoch, 100 at most, spread over it."""
         cut = self.epoch(self.first_whole_epoch)
-        deals = [cut.deal(k) for k in spread(cut.windows_per_epoch)]
-        deals.append(self.deal(-(-self.plan.largest // self.micro_batch_size)))  # of stages that come later
-        return max(len(deal.units_of(rank)) for deal in deals for rank in range(self.world_size))
+        deals = [cut.assignment(k) for k in spread(cut.windows_per_epoch)]
+        deals.append(self.assignment(-(-self.plan.largest // self.micro_batch_size)))  # of stages that come later
+        return max(len(assignment.units_of(rank)) for assignment in deals for rank in range(self.world_size))
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``: its micro-steps are :attr:`micro_steps`."""
@@ -219,13 +219,13 @@ class UnitEpoch(CutEpoch):
         bits = len(found).bit_length()  # neighbours in the order of their bits reversed are of all lengths
         return [found[i] for i in sorted(range(len(found)), key=lambda i: f"{i:0{bits}b}"[::-1])]
 
-    def deal(self, k: int) -> Deal:
+    def assignment(self, k: int) -> UnitAssignment:
         """Who computes the units of window ``k``."""
         return self.dealt(k, sum(len(unit) > 0 for unit in self.windows.micro_batches(k, 0)))
 
-    def dealt(self, k: int, units: int) -> Deal:
+    def dealt(self, k: int, units: int) -> UnitAssignment:
         """Who computes window ``k``, which has so many units."""
-        return self.plan.deal(units)
+        return self.plan.assignment(units)
 
     def counts(self, k: int, counted: Mapping[str, float]) -> Mapping[str, float]:
         """What window ``k`` counts, whose units on all ranks count ``counted``."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.elastic.engine.mirror import Mirror
 from distaccum.elastic.engine.shares import Share, Shares
@@ -89,8 +89,8 @@ class ElasticDDPEngine(DDPEngine):
         with self._stepper.groups:
             return self._optimizer_step.state({}, owns=lambda _: True)
 
-    def _take_deal(self, deal: Deal | None) -> None:
-        super()._take_deal(deal)
+    def _take_assignment(self, assignment: UnitAssignment | None) -> None:
+        super()._take_assignment(assignment)
         self._unused.used = [*self._sums.taken_up.used] or [0] * len(self._unused.used)
 
     def _boundary(self, loss: Tensor) -> None:

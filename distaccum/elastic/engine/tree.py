@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.units import Deal, Node
+from distaccum.data.plan.units import Node, UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.ddp.tree import TreeReducer
 
@@ -31,7 +31,7 @@ class KeptTree(TreeReducer):
 
     Args:
         world: this rank.
-        by_units: whether the order is that of units, whose deal each window has; else each rank has one node.
+        by_units: whether the order is that of units, whose assignment each window has; else each rank has one node.
     """
 
     def __init__(self, world: World, *, by_units: bool) -> None:
@@ -40,19 +40,19 @@ class KeptTree(TreeReducer):
         self.resumed = False
         """Whether the open window began with sums from before."""
         self.taken_up = PartialWindow()
-        """Of the window that begins next, from before; what its deal says of the sums is used."""
+        """Of the window that begins next, from before; what its assignment says of the sums is used."""
         self._along: Tensor | None = None
         self.received = torch.empty(0)
         """The sum over the ranks of what was sent along."""
         self._beside = torch.empty(0)  # a bucket's shards, in its type
         self._owes = False
 
-    def begin(self, deal: Deal | None) -> None:
+    def begin(self, assignment: UnitAssignment | None) -> None:
         """See :class:`TreeReducer`."""
-        if deal is None and not self._by_units:
-            deal = Deal(self._ranks, self._ranks, self._ranks)
-        super().begin(deal)
-        held = () if deal is None else deal.held_by(self._rank)
+        if assignment is None and not self._by_units:
+            assignment = UnitAssignment(self._ranks, self._ranks, self._ranks)
+        super().begin(assignment)
+        held = () if assignment is None else assignment.held_by(self._rank)
         self.resumed, self._along = bool(held), self.taken_up.along if held else None
         for node in held:
             self._partial.keep(node, self.taken_up.sums[node])

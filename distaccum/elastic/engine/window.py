@@ -12,7 +12,7 @@ from typing import ClassVar
 from distaccum.accumulation.step import LossSums, Outcome, await_reduction, run_micro_steps
 from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.plan.batch import Plan
-from distaccum.data.plan.units import Deal, Node, UnitEpoch, UnitPlan
+from distaccum.data.plan.units import Node, UnitAssignment, UnitEpoch, UnitPlan
 from distaccum.data.window import Window
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.engines.base import Engine
@@ -21,7 +21,7 @@ from distaccum.losses.normalize import Counts
 
 
 @dataclass(frozen=True, slots=True)
-class SecondDeal(Deal):
+class SecondAssignment(UnitAssignment):
     """How a window goes on that has lost ranks: what each rank holds of it, and what it computes yet."""
 
     begun_by_others: ClassVar[bool] = True
@@ -29,15 +29,15 @@ class SecondDeal(Deal):
     computed: tuple[tuple[int, ...], ...]
 
     def blocks_of(self, rank: int) -> Sequence[int]:
-        """See :class:`Deal`."""
+        """See :class:`UnitAssignment`."""
         return self.computed[rank]
 
     def held_by(self, rank: int) -> Sequence[Node]:
-        """See :class:`Deal`."""
+        """See :class:`UnitAssignment`."""
         return self.held[rank]
 
     def units_of(self, rank: int) -> Sequence[int]:
-        """See :class:`Deal`."""
+        """See :class:`UnitAssignment`."""
         return [unit for block in self.computed[rank] for unit in self.units_of_block(block)]
 
 
@@ -47,7 +47,7 @@ class Again:
 
     epoch: int
     window: int
-    deal: SecondDeal
+    assignment: SecondAssignment
     counts: Mapping[str, float]
 
 
@@ -85,9 +85,9 @@ class _ContinuedEpoch(UnitEpoch):
     def _begun(self, k: int) -> bool:
         return (self.again.epoch, self.again.window) == (self.epoch, k)
 
-    def dealt(self, k: int, units: int) -> Deal:
+    def dealt(self, k: int, units: int) -> UnitAssignment:
         """See :class:`UnitEpoch`."""
-        return self.again.deal if self._begun(k) else super().dealt(k, units)
+        return self.again.assignment if self._begun(k) else super().dealt(k, units)
 
     def counts(self, k: int, counted: Counts) -> Counts:
         """See :class:`UnitEpoch`: what is left of a window that was begun counts less than the whole."""

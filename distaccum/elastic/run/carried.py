@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint.state import RunState
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.data.window import Window
 from distaccum.distributed.random import RNGState
 from distaccum.elastic.engine.shares import Shares
@@ -50,7 +50,7 @@ class Begun:
     kept: PartialWindow
 
     @classmethod
-    def of(cls, progress: Progress, window: Window, deal: Deal, kept: PartialWindow) -> Begun:
+    def of(cls, progress: Progress, window: Window, assignment: UnitAssignment, kept: PartialWindow) -> Begun:
         """The window that comes after ``progress``."""
         if kept.along is None:  # not run to its end here
             kept = PartialWindow()
@@ -58,8 +58,8 @@ class Begun:
             epoch=progress.epoch,
             window=progress.epoch_window,
             counts=window.counts,
-            units=deal.units,
-            blocks=deal.blocks,
+            units=assignment.units,
+            blocks=assignment.blocks,
             kept=kept,
         )
 

@@ -18,7 +18,7 @@ from distaccum.distributed.world import World
 from distaccum.elastic.engine.message import digest_of, from_message, to_message
 from distaccum.elastic.engine.shares import Share, Shares
 from distaccum.elastic.engine.tree import PartialWindow
-from distaccum.elastic.engine.window import Again, SecondDeal
+from distaccum.elastic.engine.window import Again, SecondAssignment
 from distaccum.elastic.group.views import Report, View, shares_of, source_of
 from distaccum.elastic.run.carried import AVERAGE, NO_STATE, NOT_BEGUN, PER_WINDOW, TORN, Carried
 from distaccum.engines.base import EngineState
@@ -99,7 +99,7 @@ def hand_over(view: View, reports: Mapping[str, Report], member: str, carried: C
     if again is not None:  # the furthest one may not have counted it
         carried = replace(carried, counted=tuple(again.counts))
     kept = PartialWindow()
-    if again is not None and carried.begun is not None and again.deal.held_by(world.rank):
+    if again is not None and carried.begun is not None and again.assignment.held_by(world.rank):
         kept = carried.begun.kept
     return Begin(carried, again, kept)
 
@@ -129,8 +129,8 @@ def _again(view: View, reports: Mapping[str, Report]) -> Again | None:
     note = notes[0]
     shares = shares_of(view, reports, note["blocks"])
     held, computed = tuple(share.held for share in shares), tuple(share.blocks for share in shares)
-    deal = SecondDeal(note["units"], note["blocks"], len(view.members), held, computed)
-    return Again(epoch=note["epoch"], window=note["window"], deal=deal, counts=note["counts"])
+    assignment = SecondAssignment(note["units"], note["blocks"], len(view.members), held, computed)
+    return Again(epoch=note["epoch"], window=note["window"], assignment=assignment, counts=note["counts"])
 
 
 def _packed(carried: Carried) -> Tensor:

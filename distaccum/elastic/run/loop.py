@@ -159,8 +159,8 @@ class ElasticLoop(Loop):
         if stepped is not None:
             self._owed = Done(window=stepped[0], outcome=stepped[1], progress=progress)
         kept = None
-        if begun is not None and begun.deal is not None and not is_window_loss(self._run.components.loss):
-            kept = Begun.of(progress, begun, begun.deal, resumable(engine).kept)
+        if begun is not None and begun.assignment is not None and not is_window_loss(self._run.components.loss):
+            kept = Begun.of(progress, begun, begun.assignment, resumable(engine).kept)
         elif self._begun_before is not None and self._begun_before[1] == progress:  # nobody has begun it again
             kept, _ = self._begun_before
         average = ema.of(self._run.components.callbacks)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from distaccum.config.checks import size_of
 from distaccum.config.engine import DDPConfig
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts, EngineState, Restart, StepOutput, forward_past_engine
 from distaccum.engines.context import EngineContext
@@ -138,15 +138,15 @@ class DDPEngine(Engine):
         line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
         return line + self._stepper.describe(spread=size_of(sum(p.nbytes for p in self._parameters)))
 
-    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
+    def begin_window(self, micro_steps: int, assignment: UnitAssignment | None = None) -> None:
         """Opens the window; where forwards were seen to communicate it is a collective too.
 
         Raises:
             MisuseError: they do, and ranks have different numbers of micro-steps; on every rank.
         """
         self._open_window()
-        self._take_deal(deal)
-        self._reducer.begin(deal)
+        self._take_assignment(assignment)
+        self._reducer.begin(assignment)
         self._communicating.window_begins(micro_steps)
 
     def micro_step(self, *, sync: bool) -> AbstractContextManager[object]:
@@ -199,7 +199,7 @@ class DDPEngine(Engine):
             self._backward_alone(loss)
             self._reduce_late()
             return
-        self._reducer.expect_deal()
+        self._reducer.expect_assignment()
         with uncounted():
             self._reduce(loss)
 
@@ -297,7 +297,7 @@ class DDPEngine(Engine):
         self._open_window()
         if sync:
             self._watch.check()
-            self._reducer.expect_deal()
+            self._reducer.expect_assignment()
             self._join_with_zeros()
             self._reduced = True
             self._watch.note()
@@ -326,13 +326,13 @@ class DDPEngine(Engine):
         self.zero_gradients()
         return output
 
-    def give_up(self, deal: Deal | None = None) -> bool | None:
+    def give_up(self, assignment: UnitAssignment | None = None) -> bool | None:
         """See :class:`Engine`. What was sent before becomes NaN here alone. Not where others may wait in a forward."""
         # One reproducible rank, too, so that a loss scale does not depend on their number.
         if (self._world.size == 1 and not self.facts.numerics.fixed_order) or self._communicating.what:
             return None
         if not self._window_open:
-            self.begin_window(0, deal)
+            self.begin_window(0, assignment)
         sends = not self._reduced
         self._reducer.give_up()
         with self._unused.ignoring():

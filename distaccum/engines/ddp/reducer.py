@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
 
@@ -289,10 +289,10 @@ class BucketReducer:
     def placed(self, gradients: Sequence[Tensor | None]) -> None:
         """Told that gradients lie in their buckets."""
 
-    def begin(self, deal: Deal | None) -> None:
+    def begin(self, assignment: UnitAssignment | None) -> None:
         """A window begins."""
 
-    def expect_deal(self) -> None:
+    def expect_assignment(self) -> None:
         """Before a reduction."""
 
     def micro_step_ended(self) -> None:

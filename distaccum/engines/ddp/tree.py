@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum.data.plan.units import Deal, Node
+from distaccum.data.plan.units import Node, UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.partial_sums import BlockClock, PartialSums, add_up
@@ -73,15 +73,15 @@ class TreeReducer(BucketReducer):
         self._in_order += [self._buckets[number] for number in sorted(self._buckets)]
         self._placed = True
 
-    def begin(self, deal: Deal | None) -> None:
+    def begin(self, assignment: UnitAssignment | None) -> None:
         """A window begins."""
-        self._clock.begin(deal)
+        self._clock.begin(assignment)
         self._partial.drop()
         self._given_up = False
 
-    def expect_deal(self) -> None:
+    def expect_assignment(self) -> None:
         """Raises MisuseError where nobody said how the units of the window are dealt, so that it cannot be reduced."""
-        self._clock.expect_deal()
+        self._clock.expect_assignment()
 
     def micro_step_ended(self) -> None:
         """Called after each micro-step but the window's last."""
@@ -174,7 +174,7 @@ class TreeReducer(BucketReducer):
                     values[each[i]] = shard
                 else:
                     idle.append(shard)  # zeros, or NaN of a rank that has given the window up
-        total = add_up(values, self._clock.expect_deal().blocks) if values else idle.pop()
+        total = add_up(values, self._clock.expect_assignment().blocks) if values else idle.pop()
         for zeros in idle:
             total.add_(zeros)
         if whole.numel() == size * self._ranks:

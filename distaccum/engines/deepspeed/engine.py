@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines import optimizer_state
 from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput, forward_past_engine
@@ -169,10 +169,10 @@ class DeepSpeedEngine(Engine):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"
 
-    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
+    def begin_window(self, micro_steps: int, assignment: UnitAssignment | None = None) -> None:
         """At stage 3 replays an earlier micro-step for each that another rank has more."""
         self._open_window()
-        self._take_deal(deal)
+        self._take_assignment(assignment)
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
                 self._replay()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from distaccum.config.checks import size_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.data.plan.units import Deal
+from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput
 from distaccum.engines.context import EngineContext
@@ -267,13 +267,13 @@ class FSDP2Engine(Engine):
     def _replicated(self) -> bool:
         return "replicate" in (self._mesh.mesh_dim_names or ())
 
-    def begin_window(self, micro_steps: int, deal: Deal | None = None) -> None:
+    def begin_window(self, micro_steps: int, assignment: UnitAssignment | None = None) -> None:
         """One small host all-reduce a window; then the micro-steps that another rank has more, with a zero gradient.
 
         A rank without any leaves the last of them to :meth:`shadow_micro_step`.
         """
         self._open_window()
-        self._take_deal(deal)
+        self._take_assignment(assignment)
         self._window_begun = True
         missing = self._uneven_inputs.missing_steps(micro_steps, like=self._skipped.proposal)
         self._skipped.begin_window(agreed=self._uneven_inputs.alike)
@@ -284,7 +284,7 @@ class FSDP2Engine(Engine):
             self._sharded.drop_gradients()  # zeros, or NaN where the earlier input was beyond the number format
             self._note_gradients()
         if self._tree is not None:
-            self._tree.begin(deal)
+            self._tree.begin(assignment)
 
     def _drop_stray_gradients(self) -> None:
         """Also frees what an evaluation has gathered: a rank that replays must gather where the others do.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distaccum.data.plan.units import Deal, Node
+from distaccum.data.plan.units import Node, UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2.internals import ShardedModel
 from distaccum.engines.modules import as_real, owners_by_size, to_local
@@ -133,9 +133,9 @@ class TreeSums:
         self._reduced: set[int] = set()
         self._next: Sequence[int] = ()  # the parameters of the reduction that comes
 
-    def begin(self, deal: Deal | None) -> None:
+    def begin(self, assignment: UnitAssignment | None) -> None:
         """A window begins."""
-        self.clock.begin(deal)
+        self.clock.begin(assignment)
         self._sums, self._reduced = [], set()
 
     def end_last_block(self, numbers: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -244,12 +244,12 @@ class TreeReduceScatter(ReduceScatterInDtype):
         """Fills ``output_tensor`` with this rank's part of the sum."""
         assert not async_op
         sums = self._sums
-        deal = sums.clock.expect_deal()
+        assignment = sums.clock.expect_assignment()
         of_ranks = [sums.clock.nodes_of(rank) for rank in range(sums.ranks)]
         own = sums.nodes(input_tensor)
         assert len(own) == len(of_ranks[sums.rank])
         values = dict(self._received(own, of_ranks, input_tensor, group))
-        output_tensor.copy_(add_up(values, deal.blocks).view_as(output_tensor))
+        output_tensor.copy_(add_up(values, assignment.blocks).view_as(output_tensor))
 
     def _received(
         self, own: Sequence[Tensor], of_ranks: Sequence[Sequence[Node]], like: Tensor, group: dist.ProcessGroup

@@ -90,7 +90,7 @@ class WindowRecorder(Part):
         """Adds the window when it was run; nothing is read from the device."""
         assert self._held is not None
         losses = torch.stack([number.detach().double() for number in outcome.loss_sums.values()])
-        if outcome.deal is not None:
+        if outcome.assignment is not None:
             losses = outcome.placed(self._world.rank).flatten()
         norm = outcome.grad_norm.double().reshape(1)
         found = torch.cat((losses.to(norm.device), norm))
@@ -117,7 +117,7 @@ class WindowRecorder(Part):
         held, outcome, step = ran.held, ran.outcome, ran.outcome.step
         numbers = ran.numbers.read()
         kinds = len(outcome.loss_sums)
-        units = 1 if outcome.deal is None else outcome.deal.units  # whose losses are added in their order
+        units = 1 if outcome.assignment is None else outcome.assignment.units  # whose losses are added in their order
         sums, grad_norm, norms = numbers[: kinds * units], numbers[kinds * units], numbers[kinds * units + 1 :]
         # A rank whose shard is empty has one norm, 0, of no parameter.
         by_name = {} if step is None else dict(zip(step.names, norms, strict=False))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from distaccum.data.plan.batch import micro_steps_of
-from distaccum.data.plan.units import Deal, joined
+from distaccum.data.plan.units import UnitAssignment, joined
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.collectives import seconds
 from distaccum.tools.plan.overlap import buckets, run_pass, shares
@@ -64,27 +64,27 @@ class Job:
     first_bucket_mb: float | None = None
     virtual_ranks: int | None = None
 
-    def deal(self, ranks: int) -> Deal | None:
+    def assignment(self, ranks: int) -> UnitAssignment | None:
         """Of a full window's units over ``ranks``; None where micro-batches are none."""
         if self.virtual_ranks is None:
             return None
         units = -(-self.global_batch_size // self.micro_batch_size)
-        return Deal(units, min(units, self.virtual_ranks), ranks)
+        return UnitAssignment(units, min(units, self.virtual_ranks), ranks)
 
     def sums(self, ranks: int) -> tuple[int, int]:
         """Of the rank with most: sums of blocks that it gives to the reduction, and keeps beside the gradient."""
-        deal, given, kept = self.deal(ranks), 1, 0
-        for own in () if deal is None else map(deal.blocks_of, range(ranks)):
+        assignment, given, kept = self.assignment(ranks), 1, 0
+        for own in () if assignment is None else map(assignment.blocks_of, range(ranks)):
             held = 0
-            for others in joined(deal.blocks, (), own)[1]:  # type: ignore[union-attr]
+            for others in joined(assignment.blocks, (), own)[1]:  # type: ignore[union-attr]
                 kept, held = max(kept, held), held + 1 - len(others)
             given = max(given, held)
         return given, kept
 
     def accumulation(self, ranks: int) -> int:
         """Micro-steps of a full window on ``ranks``."""
-        if (deal := self.deal(ranks)) is not None:
-            return max(len(deal.units_of(rank)) for rank in range(ranks))
+        if (assignment := self.assignment(ranks)) is not None:
+            return max(len(assignment.units_of(rank)) for rank in range(ranks))
         return micro_steps_of(range(self.global_batch_size), ranks, self.micro_batch_size)
 
     def micro_sizes(self, ranks: int) -> list[int]:

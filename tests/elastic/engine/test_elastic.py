@@ -21,7 +21,7 @@ from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.tree import PartialWindow
-from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondDeal, run_window
+from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondAssignment, run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
@@ -202,11 +202,11 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
     covered = {block for each in nodes for node in each for block in range(*node)}
     lost = [block for block in range(8) if block not in covered]
     share = [tuple(lost[len(lost) * r // world.size : len(lost) * (r + 1) // world.size]) for r in range(world.size)]
-    again = SecondDeal(10, 8, world.size, tuple(map(tuple, nodes)), tuple(share))
+    again = SecondAssignment(10, 8, world.size, tuple(map(tuple, nodes)), tuple(share))
     assert sorted(node for r in range(world.size) for node in joined(8, nodes[r], share[r])[0])
     acc = accumulator(world, numerics="reproducible", elastic=True)
     acc.load_state_dict(state)
-    begun = Again(epoch=0, window=1, deal=again, counts={SINGLE: 20})
+    begun = Again(epoch=0, window=1, assignment=again, counts={SINGLE: 20})
     plan = ContinuedPlan.of(plan_of(world, "reproducible"), begun)
     resumable(acc.engine).take_up(held[world.rank])
     losses, computed = [], []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distaccum.data.plan.units import Deal, joined, nodes_within
+from distaccum.data.plan.units import UnitAssignment, joined, nodes_within
 from distaccum.engines.partial_sums import add_up
 
 
@@ -30,9 +30,9 @@ def counter(leaves: Sequence[Tensor]) -> Tensor:
 
 def by_ranks(leaves: Sequence[Tensor], ranks: int) -> Tensor:
     """As the engines do it: each rank adds while it computes, and the nodes that are left are added up."""
-    deal, values = Deal(len(leaves), len(leaves), ranks), {}
+    assignment, values = UnitAssignment(len(leaves), len(leaves), ranks), {}
     for rank in range(ranks):
-        own, kept = deal.blocks_of(rank), list[Tensor]()
+        own, kept = assignment.blocks_of(rank), list[Tensor]()
         nodes, added = joined(len(leaves), (), own)
         for block, others in zip(own, added, strict=True):
             kept.append(leaves[block].clone())

@@ -11,7 +11,7 @@ import pytest
 from distaccum.data.plan.batch import BatchPlan, GroupedPlan, Resize, ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
-from distaccum.data.plan.units import Deal, UnitPlan
+from distaccum.data.plan.units import UnitAssignment, UnitPlan
 from distaccum.errors import ConfigError
 
 WORLDS = (1, 2, 3, 4, 6, 8)
@@ -65,13 +65,13 @@ def test_a_windows_units_are_the_same_on_any_number_of_ranks(name: str) -> None:
         plan = on(PLANS[name], world)
         cut, windows = plan.epoch(0), []
         for k in range(first, cut.windows_per_epoch):
-            deal = cut.deal(k)
+            assignment = cut.assignment(k)
             dealt = [cut.micro_batches(k, rank) for rank in range(world)]
-            assert [len(units) for units in dealt] == [len(deal.units_of(rank)) for rank in range(world)]
+            assert [len(units) for units in dealt] == [len(assignment.units_of(rank)) for rank in range(world)]
             units = [[int(i) for i in unit] for of_rank in dealt for unit in of_rank]
             assert sorted(i for unit in units for i in unit) == list(cut.window(k))
             assert all(units)
-            windows.append((deal.blocks, units))
+            windows.append((assignment.blocks, units))
         assert plan.micro_steps >= max(len(cut.micro_batches(k, 0)) for k in range(first, cut.windows_per_epoch))
         assert plan.as_dict()["accumulation_steps"] == plan.micro_steps
         seen.append((windows, plan.position))
@@ -81,11 +81,11 @@ def test_a_windows_units_are_the_same_on_any_number_of_ranks(name: str) -> None:
 def test_blocks_are_dealt_whole_and_evenly() -> None:
     for units in (1, 2, 5, 24, 25, 100):
         for ranks in (1, 2, 3, 5, 8, 24):
-            deal = Deal(units, min(units, 24), ranks)
-            blocks = [block for rank in range(ranks) for block in deal.blocks_of(rank)]
-            assert blocks == list(range(deal.blocks))
-            assert [i for rank in range(ranks) for i in deal.units_of(rank)] == list(range(units))
-            sizes = [len(deal.blocks_of(rank)) for rank in range(ranks)]
+            assignment = UnitAssignment(units, min(units, 24), ranks)
+            blocks = [block for rank in range(ranks) for block in assignment.blocks_of(rank)]
+            assert blocks == list(range(assignment.blocks))
+            assert [i for rank in range(ranks) for i in assignment.units_of(rank)] == list(range(units))
+            sizes = [len(assignment.blocks_of(rank)) for rank in range(ranks)]
             assert max(sizes) - min(sizes) <= 1
 
 
@@ -100,7 +100,7 @@ def test_grouped_units_are_of_like_lengths_and_each_rank_has_long_and_short_ones
     for ranks in (2, 3, 8):
         tokens = []
         for rank in range(ranks):
-            own = Deal(len(units), 24, ranks).units_of(rank)
+            own = UnitAssignment(len(units), 24, ranks).units_of(rank)
             tokens.append(sum(unit.sum() for unit in units[own.start : own.stop]))
         assert max(tokens) < 1.3 * np.mean(tokens)
 

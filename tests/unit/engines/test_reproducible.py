@@ -300,7 +300,7 @@ def test_a_plan_and_an_engine_agree(world: World) -> None:
     engine = create_engine(model, SGD(model.parameters(), 0.1), world)
     window = next(plan_windows(list(torch.randn(8, 3)), world, **SIZES, numerics="reproducible")(0))
     with pytest.raises(MisuseError, match="this engine is not"):
-        engine.begin_window(4, window.deal)
+        engine.begin_window(4, window.assignment)
 
 
 @pytest.mark.usefixtures("_deterministic")
