@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from distaccum.engines import optimizer_state
 from distaccum.engines.base import EngineState, StepOutput
 from distaccum.engines.group_settings import GroupSettings
-from distaccum.engines.modules import HostCopy, as_real, to_local
+from distaccum.engines.modules import HostCopy, to_local
 from distaccum.engines.rules import foreign_hooks
 from distaccum.errors import MisuseError
 from distaccum.precision.loss_scale import LossScale
@@ -109,7 +109,7 @@ class FusedUpdate:
         found = [p.grad for p in with_gradient.values() if p.grad is not None]
         if self.all_reduce_shards is not None:
             found = [to_local(gradient) for gradient in found]
-        gradients = [as_real(gradient) for gradient in found]
+        gradients = [torch.view_as_real(g) if g.is_complex() else g for g in found]  # no call for each
         norms = norms_of(gradients) if self._whole_norms is None else self._whole_norms(list(with_gradient.values()))
         if self.all_reduce_shards is not None:  # in fp64: squares leave fp32's range where the norms do not
             norms = self.all_reduce_shards(norms.double().square()).sqrt().to(norms.dtype)

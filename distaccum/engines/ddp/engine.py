@@ -316,7 +316,7 @@ class DDPEngine(Engine):
             raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
         self._watch.check()
         self.buffers.check()
-        among = self._unused.masked(self._world, needs_some=self._ran)
+        among = self._unused.masked(self._world, needs_some=self._ran) if self._unused.looks else None
         self._stepper.before_step(self._optimizers, self._optimizer_step)
         with self._stepper.groups:
             output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)

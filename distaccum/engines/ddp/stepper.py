@@ -58,11 +58,13 @@ class WholeStepper:
 
     def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
         """What somebody has done to weights and groups since the last step is taken over, or refused."""
-        self.weights.take_in()
+        if self.weights.rounded:
+            self.weights.take_in()
 
     def after_step(self) -> None:
         """Weights become what was stepped, on every rank."""
-        self.weights.round()
+        if self.weights.rounded:
+            self.weights.round()
 
     def give_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves optimizers whole, over weights that are fp32 again; a collective where ranks step parts."""

@@ -65,9 +65,6 @@ class UnusedParameters:
         Raises:
             MisuseError: no rank used any, and ``needs_some``.
         """
-        if not self.looks:
-            yield
-            return
         anywhere = world.all_reduce_max_host(self.used)
         if needs_some and not any(anywhere):
             problem = "no loss of this window depends on a trained parameter, on any rank"
