@@ -214,9 +214,12 @@ def loading_options(
     options: Mapping[str, Any] | None = None,
     most_ahead: int | None = None,
 ) -> WorkerOptions:
-    """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated."""
+    """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated.
+
+    A Hugging Face stream has processes only where some are stated: the order of its samples depends on their number.
+    """
     own = replace(source.workers, prefetch_windows=prefetch_windows, most_ahead=most_ahead)
-    if own.num_workers:
+    if own.num_workers and (num_workers or not is_unsplit(source.train)):
         return own
     stated = {name: value for name, value in (options or {}).items() if value is not None}
     return replace(own, num_workers=num_workers, **stated)
@@ -241,7 +244,7 @@ def build_loader(
     Raises:
         ConfigError: a stream that is not split over the ranks.
     """
-    workers = workers or source.workers
+    workers = workers or loading_options(source)
     if plan.is_stream:
         stream = split_by_rank(cast("Iterable[Any]", source.train), world.rank, world.size)
         if workers.num_workers and is_unsplit(source.train):

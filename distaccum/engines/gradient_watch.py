@@ -53,6 +53,12 @@ class GradientWatch:
         except AttributeError:  # of None
             return _versions(now) == self._versions
 
+    @property
+    def writes(self) -> int:
+        """How often the gradient that was written most often was, since :meth:`note`."""
+        found = zip(self._gradients(), self._left, _versions(self._left), self._versions, strict=True)
+        return max((now - left for gradient, known, now, left in found if gradient is known), default=0)
+
     def check(self) -> None:
         """Called by the engine in an open window before it changes gradients itself.
 

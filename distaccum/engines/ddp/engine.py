@@ -354,14 +354,13 @@ class DDPEngine(Engine):
         Returns:
             Whether there was a rest: of a signal's handler an error comes when the backward has waited for them.
         """
+        told = self._watch.writes > 1  # DDP divides what a backward has written, once it knows of it
         unreached = self._reduction.unreached()
         if unreached:
             self._reduction.complete(unreached, nan)
-        elif self._watch.unchanged:  # the error came before DDP knew of a parameter
+        elif not told:  # the error came before DDP knew of a parameter
             self._reduction.join(nan)
-        else:
-            return False
-        return True
+        return bool(unreached) or not told
 
     def zero_gradients(self) -> None:
         """In place: the gradients stay views of the buckets. Ends a reduction that an error has interrupted."""

@@ -46,9 +46,10 @@ class Utilization:
 
     def metrics(self, samples_per_s: float) -> dict[str, float]:
         """Of a record; ``samples_per_s`` is over all ranks."""
-        if self._flops is None or callable(self._flops):
+        flops = self._flops  # which the training's thread may change
+        if flops is None or callable(flops):
             return {}
-        rate = self._flops * samples_per_s / self._ranks
+        rate = flops * samples_per_s / self._ranks
         return {"tflops_per_rank": rate / 1e12} | ({} if self._peak is None else {"mfu": rate / self._peak})
 
 

@@ -24,7 +24,6 @@ class TensorBoardLogger(Logger):
 
         folder = run.folder / "tensorboard"
         continues = any(folder.glob("events.out.tfevents.*"))
-        self._hook, threading.excepthook = threading.excepthook, self._note_dead_thread
         self._writer: Any = SummaryWriter(folder, purge_step=run.window + 1 if continues else None)
         self._window = run.window
         for record in () if continues else records_of(run.folder / "metrics.jsonl"):
@@ -32,6 +31,7 @@ class TensorBoardLogger(Logger):
         for name, content in {"config": run.config, "plan": run.plan, "git_commit": run.git_commit}.items():
             self._writer.add_text(name, _as_code(content), run.window)
         self._writer.flush()
+        self._hook, threading.excepthook = threading.excepthook, self._note_dead_thread
 
     def log(self, record: Record) -> None:
         """Writes the record to the event file."""
@@ -47,7 +47,8 @@ class TensorBoardLogger(Logger):
         try:
             self._writer.close()
         finally:
-            threading.excepthook = self._hook
+            if threading.excepthook == self._note_dead_thread:  # nobody has set another meanwhile
+                threading.excepthook = self._hook
 
     def _note_dead_thread(self, dead: threading.ExceptHookArgs) -> None:
         """Prints nothing of the writer's own thread, as on a full disk: the next call raises what it has raised."""

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader, build_loader, check_workers, loading_options, make_plan
-from distaccum.data.spec import DataSpec, is_map_style
+from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, DataWarning
 from tests.support.optional import Library
@@ -247,6 +247,15 @@ def test_the_processes_of_a_stream_have_its_next_window_ahead(gloo_world: World)
     for stated in ({"persistent_workers": True}, {"pin_memory": True}):
         with pytest.raises(ConfigError, match="the data is a stream"):
             check_workers(source, plan, 2, stated)
+
+
+def test_a_stream_whose_spec_names_processes_keeps_its_order(gloo_world: World) -> None:
+    """A run that stopped goes on with the samples that come next: with processes these would be others."""
+    rows = datasets.Dataset.from_list([{"x": float(i)} for i in range(20)]).to_iterable_dataset(num_shards=2)
+    source = DataSpec(train=rows, workers=WorkerOptions(num_workers=2))
+    windows = as_loader(source, gloo_world, **SIZES).windows(0, 0, GlobalCounter(gloo_world, lambda b: len(b["x"])))
+    seen = [float(x) for window in windows for micro in window.micro_batches for x in micro.batch["x"]]
+    assert seen == [float(i) for i in range(20)]
 
 
 def test_a_generator_that_has_begun_cannot_be_resumed(gloo_world: World) -> None:

@@ -465,6 +465,35 @@ def test_an_error_after_the_reduction_reduces_nothing_again(config: type[DDPConf
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
 
+def test_an_error_of_a_parameters_own_hook_ends_the_reduction_of_the_others() -> None:
+    """It comes when a gradient is written, and DDP has not been told."""
+
+    def program(world: World) -> Weights:
+        model, breaks = Plain(), [False]
+
+        def hook(_: Tensor) -> None:
+            if breaks[0]:
+                raise KeyError
+
+        hooked: Any = model.head.bias
+        hooked.register_post_accumulate_grad_hook(hook)
+        acc = _accumulator(model, world)
+        window = next(iter(acc.windows(list(DATA))))
+        for i, micro in enumerate(window):
+            breaks[0] = i == len(window) - 1
+            with suppress(KeyError) if breaks[0] else nullcontext(), acc.accumulate():
+                if breaks[0] and world.rank == 0:
+                    raise KeyError
+                acc.backward(acc.model(micro.batch).square().sum())
+            if breaks[0]:
+                break
+        acc.abandon()
+        breaks[0] = False
+        return _train(acc, list(DATA))
+
+    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+
+
 def _clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
