@@ -109,7 +109,7 @@ def _asks_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def _takes_over_from_the_living(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Owner, "_why_dead", lambda *_: "is gone")
+    patch.setattr(Owner, "why_dead", lambda *_: "is gone")
 
 
 def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
