@@ -39,7 +39,7 @@ GUARDS = Mutant(
         ),
         (
             "engines/ddp/engine.py",
-            "        elif self._watch.unchanged:  # the error came before DDP knew of a parameter\n",
+            "        elif not told:  # the error came before DDP knew of a parameter\n",
             "        elif False:\n",
         ),
         ("engines/optimizer_step.py", "        if not held <= self._known:\n", "        if False:\n"),
