@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -360,28 +360,36 @@ def test_two_accumulators_of_a_gan_are_exact() -> None:
     _agree(run_ranks(2, program), [*_weights(generator), *_weights(critic)])
 
 
+def _train_after(acc: Accumulator, boundary: Callable[[Tensor], object]) -> Weights:
+    """Trains after a first window that is abandoned: its last micro-step is ``boundary``, which raises KeyError."""
+    window = next(iter(acc.windows(list(DATA))))
+    for i, micro in enumerate(window):
+        if i == len(window) - 1:
+            with suppress(KeyError), acc.accumulate():
+                boundary(micro.batch)
+            break
+        with acc.accumulate():
+            acc.backward(acc.model(micro.batch).square().sum())
+    acc.abandon()
+    return _train(acc, list(DATA))
+
+
 @pytest.mark.parametrize("after", ["forward", "backward"])
 def test_a_window_that_is_abandoned_at_its_boundary_leaves_the_next_one_exact(after: str) -> None:
     """One rank may have run the boundary's forward when the other has not."""
 
     def program(world: World) -> Weights:
         acc = _accumulator(Plain(), world)
-        window = next(iter(acc.windows(list(DATA))))
-        for i, micro in enumerate(window):
-            last = i == len(window) - 1
-            with suppress(KeyError) if last else nullcontext(), acc.accumulate():
-                if last and after == "forward" and world.rank == 0:
-                    raise KeyError  # before its forward
-                loss = acc.model(micro.batch).square().sum()
-                if last and after == "forward":
-                    raise KeyError
+
+        def boundary(batch: Tensor) -> None:
+            if after == "forward" and world.rank == 0:
+                raise KeyError  # before its forward
+            loss = acc.model(batch).square().sum()
+            if after == "backward":
                 acc.backward(loss)
-                if last:
-                    raise KeyError
-            if last:
-                break
-        acc.abandon()
-        return _train(acc, list(DATA))
+            raise KeyError
+
+        return _train_after(acc, boundary)
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
@@ -401,6 +409,14 @@ class Breaks(torch.autograd.Function):
         return gradient, None
 
 
+def _break_in_backward(acc: Accumulator, batch: Tensor, breaks: list[bool]) -> None:
+    breaks[0] = True
+    try:
+        acc.backward(acc.model(batch).square().sum())
+    finally:
+        breaks[0] = False
+
+
 def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next_window_exact() -> None:
     """On one rank before it reached a parameter, on the other one half-way."""
 
@@ -410,16 +426,7 @@ def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next
         breaking: Any = Breaks
         where.register_forward_hook(lambda _, __, y: breaking.apply(y, breaks))
         acc = _accumulator(model, world)
-        window = next(iter(acc.windows(list(DATA))))
-        for i, micro in enumerate(window):
-            breaks[0] = i == len(window) - 1
-            with suppress(KeyError), acc.accumulate():
-                acc.backward(acc.model(micro.batch).square().sum())
-            if breaks[0]:
-                break
-        acc.abandon()
-        breaks[0] = False
-        return _train(acc, list(DATA))
+        return _train_after(acc, lambda batch: _break_in_backward(acc, batch, breaks))
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
@@ -442,30 +449,27 @@ class BreaksLate(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.parametrize("finds", [False, True], ids=["all used", "finds unused"])
 @pytest.mark.parametrize("config", ENGINES)
-def test_an_error_after_the_reduction_reduces_nothing_again(config: type[DDPConfig]) -> None:
+def test_an_error_after_the_reduction_reduces_nothing_again(config: type[DDPConfig], finds: bool) -> None:
     """The other ranks have their gradient, and go on: they would meet that reduction in their next collective."""
 
     def program(world: World) -> Weights:
-        acc = _accumulator(Plain(), world, config())
+        acc = _accumulator(Plain(), world, config(find_unused_parameters=finds))
         breaking: Any = BreaksLate
-        window = next(iter(acc.windows(list(DATA))))
-        for i, micro in enumerate(window):
-            last = i == len(window) - 1
-            with suppress(KeyError) if last else nullcontext(), acc.accumulate():
-                loss = acc.model(micro.batch).square().sum()
-                acc.backward(breaking.apply(loss) if last and world.rank == 0 else loss)
-                if last:
-                    raise KeyError
-            if last:
-                break
-        acc.abandon()
-        return _train(acc, list(DATA))
+
+        def boundary(batch: Tensor) -> None:
+            loss = acc.model(batch).square().sum()
+            acc.backward(loss if world.rank else breaking.apply(loss))
+            raise KeyError
+
+        return _train_after(acc, boundary)
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
 
-def test_an_error_of_a_parameters_own_hook_ends_the_reduction_of_the_others() -> None:
+@pytest.mark.parametrize("finds", [False, True], ids=["all used", "finds unused"])
+def test_an_error_of_a_parameters_own_hook_ends_the_reduction_of_the_others(finds: bool) -> None:
     """It comes when a gradient is written, and DDP has not been told."""
 
     def program(world: World) -> Weights:
@@ -477,19 +481,14 @@ def test_an_error_of_a_parameters_own_hook_ends_the_reduction_of_the_others() ->
 
         hooked: Any = model.head.bias
         hooked.register_post_accumulate_grad_hook(hook)
-        acc = _accumulator(model, world)
-        window = next(iter(acc.windows(list(DATA))))
-        for i, micro in enumerate(window):
-            breaks[0] = i == len(window) - 1
-            with suppress(KeyError) if breaks[0] else nullcontext(), acc.accumulate():
-                if breaks[0] and world.rank == 0:
-                    raise KeyError
-                acc.backward(acc.model(micro.batch).square().sum())
-            if breaks[0]:
-                break
-        acc.abandon()
-        breaks[0] = False
-        return _train(acc, list(DATA))
+        acc = _accumulator(model, world, DDPConfig(find_unused_parameters=finds))
+
+        def boundary(batch: Tensor) -> None:
+            if world.rank == 0:
+                raise KeyError
+            _break_in_backward(acc, batch, breaks)
+
+        return _train_after(acc, boundary)
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
