@@ -78,6 +78,8 @@ def make_plan(
         require(not stages, key, shown, "the data is a stream", remedy)
         remedy = f"Use {names.micro_batch_size}: the lengths of a stream's samples are not known before they are read"
         require(micro_tokens is None, names.micro_tokens, micro_tokens, "the data is a stream", remedy)
+        remedy = "Leave it out: a stream's samples are not known before they are read"
+        require(not group_by_length, "batch.group_by_length", True, "the data is a stream", remedy)
         batched = batched or yields_batches(source)
         return StreamPlan(global_batch_size=global_batch_size, batched=batched, **sizes)
     seed = seed + source.order_seed if source.shuffle and seed is not None else None

@@ -148,7 +148,9 @@ class Reproducible(Numerics):
         if context.compile.compiles:
             problem = f"compile={context.compile.name} makes other code for shapes that it has seen in another order"
             raise _refusal(problem, "Use compile=none, or numerics=fast")
-        if any(_is_compiled(module) for module in model.modules()):
+        from distaccum.engines.compiled import compiled_parts  # noqa: PLC0415  few runs are reproducible
+
+        if compiled_parts(model):
             problem = "the model is given to torch.compile, which makes other code for shapes seen in another order"
             raise _refusal(problem, "Give the model itself, or use numerics=fast")
         if context.policy.reduce_dtype is not torch.float32:
@@ -207,10 +209,6 @@ class Reproducible(Numerics):
         if len(set(threads)) > 1:
             problem = f"and the ranks have {', '.join(map(str, threads))} threads, by which kernels cut their sums"
             raise _refusal(problem, "Call torch.set_num_threads(n) with one n on every rank")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _synchronizes(module: nn.Module) -> bool:

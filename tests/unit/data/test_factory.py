@@ -87,6 +87,11 @@ UNWORKABLE: list[tuple[DataSpec, dict[str, Any], str]] = [
         {"global_batch_size": None, "tokens": 7},
         "{T}=7: the data is a stream",
     ),
+    (
+        DataSpec(train=iter(DATA), eval_dataset=None, description="", lengths=[1] * len(DATA)),
+        {"group_by_length": True},
+        "batch.group_by_length=True: the data is a stream",
+    ),
     (SOURCE, {"micro_batch_size": 17}, "{M}=17: larger than {G}=16"),
     (SOURCE, {"global_batch_size": None, "tokens": 0}, "{T}=0: must be at least 1"),
     (

@@ -107,8 +107,11 @@ def test_each_group_is_tried() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_a_model_that_is_compiled_already_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model is given to torch\.compile"):
-        prepared(nn.Sequential(torch.compile(nn.Linear(3, 1))))
+    forward: Any = nn.Linear(3, 1)
+    forward.forward = torch.compile(forward.forward)
+    for compiled in (torch.compile(nn.Linear(3, 1)), forward):
+        with pytest.raises(ConfigError, match=r"the model is given to torch\.compile"):
+            prepared(nn.Sequential(compiled))
 
 
 def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
