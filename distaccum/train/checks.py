@@ -111,17 +111,6 @@ def loading_of(data: DataSpec, config: RunConfig, most_ahead: int | None = None)
     )
 
 
-def check_lengths(data: DataSpec, *, grouped: bool) -> None:
-    """Samples can only be grouped by a length that is known.
-
-    Raises:
-        ConfigError: they are to be, and the data does not say.
-    """
-    if grouped and data.lengths is None:
-        remedy = "Give lengths to its DataSpec: the tokens of each training sample"
-        raise ConfigError("batch.group_by_length", True, "the data does not say how long its samples are", remedy)
-
-
 def check_model(model: Any) -> None:
     """Refuses what cannot be trained.
 
@@ -405,7 +394,6 @@ def _check_profile(run: Stated) -> None:
 CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
     check_held_out,
-    lambda run: check_lengths(run.data, grouped=run.config.batch.group_by_length),
     lambda run: check_model(run.model),
     lambda run: check_hardware(run.config, run.device),
     lambda run: check_padding(run.data, run.model),
