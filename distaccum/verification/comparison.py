@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
-from distaccum.verification.expected import Expected, piece_of, square, whole_numel, wide, widened
+from distaccum.verification.expected import Expected, piece_of, whole_numel, wide, widened
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import RecordedWindow
 
 # Roundings of one term of a gradient: it is scaled, accumulated and reduced; kernels add up in an order of their own.
 _ROUNDINGS = 64
 _ROAD = "plain autograd over the bare model"
-_MOST_RANKS_TOLD_APART = 8
-_NO_SHARE = 1e-3  # of the largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +57,6 @@ class Comparison:
     wrong: list[tuple[int, str, float]]
     expected: Expected
 
-    @property
-    def largest_error(self) -> float:
-        """On this rank, relative to the parameter's gradient; NaN where every gradient is zero."""
-        return max(
-            (part.error(self.scale) / math.sqrt(part.expected) for part in self.parts.values() if part.expected),
-            default=math.nan,
-        )
-
-    def is_zero(self, names: Iterable[str]) -> bool:
-        """Whether the engine holds nothing but zeros for them on this rank."""
-        return not any(self.parts[name].found for name in names if name in self.parts)
-
 
 def compare(
     engine: Engine,
@@ -92,7 +78,7 @@ def compare(
         clip_value: what the engine was told.
     """
     world, parameters = engine.world, trained(engine.unwrapped_model)
-    starts, replicated = _layout(world, parameters, held)
+    starts, replicated = layout(world, parameters, held)
     sizes = _sizes(engine, plain)
     steps = max(world.all_gather_object(recorded.micro_batches))
     roundings = _ROUNDINGS * (steps + world.size)
@@ -102,7 +88,7 @@ def compare(
     for name, parameter in parameters.items():
         part = plain.parts.get(name)
         true = world.all_reduce_(
-            _none(parameter, engine.device) if part is None else part.detach().clone().contiguous()
+            no_gradient(parameter, engine.device) if part is None else part.detach().clone().contiguous()
         )
         if name in held:
             own = piece_of(true, held[name], starts[name])
@@ -132,7 +118,7 @@ def compare(
     return Comparison(parts=parts, scale=scale, wrong=wrong, expected=expected)
 
 
-def _layout(
+def layout(
     world: World, parameters: Mapping[str, nn.Parameter], held: Mapping[str, Tensor]
 ) -> tuple[dict[str, int], bool]:
     """Where this rank's pieces begin in their parameters, and whether all ranks hold the same.
@@ -166,7 +152,7 @@ def _sizes(engine: Engine, plain: PlainGradient) -> dict[str, float]:
     return dict(zip(names, summed, strict=True))
 
 
-def _none(parameter: nn.Parameter, device: torch.device) -> Tensor:
+def no_gradient(parameter: nn.Parameter, device: torch.device) -> Tensor:
     """The gradient of a parameter that no loss reached: whole, also of one that is sharded."""
     shape = (*parameter.shape, 2) if parameter.is_complex() else parameter.shape
     return torch.zeros(shape, dtype=widened(parameter.dtype), device=device)
@@ -181,94 +167,3 @@ def _median(pairs: list[tuple[float, float]]) -> float:
         if 2 * before >= total:
             return value
     return 0.0
-
-
-def shares_of_ranks(engine: Engine, plain: PlainGradient, held: Mapping[str, Tensor], names: Iterable[str]) -> str:
-    """In words, what each rank's part counts for in the gradient that the engine holds; a collective.
-
-    By least squares over the parameters ``names``, together or else one by one: of a reduction that was not ended each
-    may have another factor. Empty where it is the ranks' sum, or nothing that they give.
-    """
-    world = engine.world
-    if world.size > _MOST_RANKS_TOLD_APART or world.size == 1:
-        return ""
-    fits = _fits(engine, plain, held, set(names))
-    total = sum(fits.values(), _Fit.none(world.size))
-    together = [shares for shares in world.all_gather_object(total.shares()) if shares is not None]
-    if len(together) == world.size:
-        return _in_words(together)
-    alone = world.all_gather_object([_missing(fit.shares()) for fit in fits.values() if fit.found])
-    if any(len(set(each)) != 1 or not each[0] for each in alone):
-        return ""
-    return _in_words([[float(rank not in each[0]) for rank in range(world.size)] for each in alone])
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """Of what this rank holds, as a sum of the ranks' parts with a share each: the normal equations, in fp64.
-
-    ``gram``: the parts' products, ``(ranks, ranks)``; ``right``: those with what is held, ``(ranks,)``; ``found``: its
-    squared norm.
-    """
-
-    gram: Tensor
-    right: Tensor
-    found: float
-
-    @classmethod
-    def none(cls, ranks: int) -> _Fit:
-        """Of a rank that holds nothing."""
-        return cls(torch.zeros(ranks, ranks, dtype=torch.float64), torch.zeros(ranks, dtype=torch.float64), 0.0)
-
-    def __add__(self, other: _Fit) -> _Fit:
-        """With one share a rank for both."""
-        return _Fit(self.gram + other.gram, self.right + other.right, self.found + other.found)
-
-    def shares(self) -> list[float] | None:
-        """One for each rank; None where no shares explain what is held."""
-        if not self.found or not bool(self.gram.any()):
-            return None
-        shares = torch.linalg.lstsq(self.gram, self.right).solution
-        left = self.found - 2 * float(shares @ self.right) + float(shares @ self.gram @ shares)
-        return shares.tolist() if left < 1e-4 * self.found else None
-
-
-def _fits(engine: Engine, plain: PlainGradient, held: Mapping[str, Tensor], names: set[str]) -> dict[str, _Fit]:
-    """Of each parameter; a collective."""
-    world, parameters = engine.world, trained(engine.unwrapped_model)
-    starts, _ = _layout(world, parameters, held)
-    fits: dict[str, _Fit] = {}
-    for name in [name for name in parameters if name in names]:
-        own = plain.parts.get(name, _none(parameters[name], engine.device))
-        parts = [torch.zeros_like(own) for _ in range(world.size)]
-        torch.distributed.all_gather(parts, own.contiguous())
-        if name not in held:
-            fits[name] = _Fit.none(world.size)
-            continue
-        mine = torch.stack([piece_of(part, held[name], starts[name]).double().flatten() for part in parts])
-        piece = wide(to_local(held[name])).double().flatten()[: mine.shape[1]]
-        fits[name] = _Fit((mine @ mine.T).cpu(), (mine @ piece).cpu(), square(piece))
-    return fits
-
-
-def _missing(shares: list[float] | None) -> tuple[int, ...]:
-    """The ranks that have none."""
-    if shares is None:
-        return ()
-    largest = max(map(abs, shares))
-    return tuple(rank for rank, share in enumerate(shares) if abs(share) < _NO_SHARE * largest)
-
-
-def _in_words(everyone: list[list[float]]) -> str:
-    """Of each rank, the shares that the ranks have in what it holds."""
-    largest = max((abs(share) for shares in everyone for share in shares), default=0.0) or 1.0
-    sayings: list[str] = []
-    for rank, shares in enumerate(everyone):
-        if missing := [str(other) for other, share in enumerate(shares) if abs(share) < _NO_SHARE * largest]:
-            sayings.append(f"on rank {rank}: rank {', '.join(missing)} did not take part")
-        elif max(shares) - min(shares) > _NO_SHARE * largest:
-            parts = [f"{share / largest:.2f}x rank {other}'s" for other, share in enumerate(shares)]
-            sayings.append(f"on rank {rank}: {' + '.join(parts)} part")
-    if len({text.partition(": ")[2] for text in sayings}) == 1 and len(sayings) == len(everyone):
-        return f"lacks a part: {sayings[0].partition(': ')[2]}"
-    return f"is not the ranks' sum ({'; '.join(sayings)})" if sayings else ""

@@ -15,9 +15,10 @@ from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import InOrder
 from distaccum.losses.normalize import LossSum
-from distaccum.verification.comparison import Comparison, compare, shares_of_ranks
+from distaccum.program import FAULT, load
+from distaccum.verification.comparison import Comparison, compare
 from distaccum.verification.directional import compare_with_slope
-from distaccum.verification.expected import CLOSING, NAMED, Expected, first_line, whole_numel, words
+from distaccum.verification.expected import CLOSING, Expected, first_line, whole_numel
 from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import RecordedWindow
@@ -174,7 +175,7 @@ class GradientProof:
         faults = self._world.all_gather_names([fault] if fault else [])
         if faults:
             raise MisuseError(faults[0])
-        raise VerificationError(self._mismatch(held, found))
+        raise VerificationError(load(FAULT)(self._engine, self._plain, held, found, self._measures()))
 
     def _expect_reached(self, held: Mapping[str, Tensor]) -> None:
         """Where the model is compiled: a parameter that the loss does not reach must not be stepped; a collective.
@@ -248,8 +249,6 @@ class GradientProof:
         self.records.forget()
         self._plain.forget()
 
-    # --- words
-
     def _measures(self) -> dict[str, float]:
         """Numbers that a wrong factor may be made of, with their names."""
         counts = self.records.window.counts
@@ -259,38 +258,3 @@ class GradientProof:
             "(loss scale)": self.records.loss_scale,
             "(count of the window)": next(iter(counts.values())) if len(counts) == 1 else 1.0,
         }
-
-    def _mismatch(self, held: Mapping[str, Tensor], found: Comparison) -> str:
-        """What is wrong with the gradient that the engine holds; a collective."""
-        ranks = sorted({rank for rank, _, _ in found.wrong})
-        names = list(dict.fromkeys(name for _, name, _ in found.wrong))
-        what = "every parameter" if len(names) == len(found.parts) else shorten(names, NAMED)
-        where = "" if len(ranks) == self._world.size else f" on rank {shorten(ranks)}"
-        shares = shares_of_ranks(self._engine, self._plain, held, names)
-        off = max(self._world.all_gather_object(found.largest_error))
-        forward = self._forward_differs()
-        factors = {round(factor, 3) for _, _, factor in found.wrong if math.isfinite(factor)}
-        if all(self._world.all_gather_object(found.is_zero(names))):
-            how = "is zero"
-        elif shares:
-            how = shares
-        elif len(factors) == 1:
-            how = f"is {words(factors.pop(), self._measures())}"
-        else:
-            how = f"is off by {off:.0%}" if math.isfinite(off) else "is not what the loss gives"
-        return (
-            f"the gradient of {what}{where} {how}: compared with {found.expected.road}, before the step; no weight has "
-            f"moved.{forward} {CLOSING}"
-        )
-
-    def _forward_differs(self) -> str:
-        """Whether the window's own losses were others than the bare model's; a collective."""
-        differs = ""
-        if differing := self._plain.differing_losses():
-            i, first, second = differing[0]
-            differs = (
-                f" On rank {self._world.rank} micro-batch {i} has the loss {first:.6g}, and the bare model "
-                f"gives {second:.6g}: the engine's forward computes something else."
-            )
-        found = self._world.all_gather_names([differs] if differs else [])
-        return found[0] if found else ""
