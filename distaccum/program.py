@@ -77,6 +77,8 @@ HELP = "distaccum.tools.help:show"
 COMPLETE = "distaccum.tools.completion:complete"
 COMPLETE_WORDS = "distaccum.tools.completion:complete_words"
 """Answer a shell that completes what is typed: settings alone, or behind ``distaccum``."""
+FLAGS = "distaccum.tools.flags:flags_as_settings"
+"""Makes settings of flags: ``--optim.lr=0.01``."""
 SUBMITIT = "distaccum.tools.submitit:SubmititJob"
 """A job of a sweep, as Hydra's submitit launcher calls it on another machine."""
 

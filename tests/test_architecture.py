@@ -106,6 +106,7 @@ LIBRARIES = {
         "config/command_line.py",
         "config/instantiate.py",
         "tools/completion.py",
+        "tools/flags.py",
         "tools/plan/settings_command.py",
         "train/cli.py",
         "tools/submitit.py",

@@ -33,7 +33,6 @@ from distaccum.config.checks import AUTO, REPRODUCIBLE
 from distaccum.config.command_line import (
     check_overrides,
     composed,
-    flags_as_settings,
     from_hydra,
     register_aliases,
     take_flag,
@@ -46,7 +45,7 @@ from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
-from distaccum.program import SUBMITIT, load, outlive_output
+from distaccum.program import FLAGS, SUBMITIT, load, outlive_output
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
@@ -307,7 +306,7 @@ def _run_main_rank(launch: Launch, coordinator: JobCoordinator, signals: StopSig
     """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
     exit_code = 1
     try:
-        sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], composed, own=("--check",)))
+        sys.argv[1:] = register_aliases(load(FLAGS)(sys.argv[1:], composed, own=("--check",)))
         jobs = _Jobs(launch, coordinator, signals)
     except ConfigError as error:
         exit_code = _refuse(error)

@@ -16,10 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from distaccum import program
-from distaccum.config.command_line import check_overrides, composed, flags_as_settings, from_hydra, register_aliases
+from distaccum.config.command_line import check_overrides, composed, from_hydra, register_aliases
 from distaccum.config.extras import install_command
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
+from distaccum.tools.flags import flags_as_settings
 from distaccum.tools.help import show
 
 

@@ -9,11 +9,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
-from distaccum.config.command_line import Composed, flags_as_settings, register_aliases, take_flag
+from distaccum.config.command_line import Composed, register_aliases, take_flag
 from distaccum.config.command_line import composed as composed_of
 from distaccum.config.precision import ALIASES
 from distaccum.config.schema import conf_dir
 from distaccum.errors import ConfigError
+from distaccum.tools.flags import flags_as_settings
 
 
 @pytest.mark.parametrize(
