@@ -29,8 +29,6 @@ class Outcome:
     unscaled and before clipping) are the same on every rank. ``step`` is what the engine's step returned, None where
     the window counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait until the device has computed the step.
     Where the window's units are dealt, ``by_unit`` has the losses of this rank's units, shape ``(losses, units)``.
-    ``of_all``: all ranks' losses, by unit where these are dealt, where they travel with the gradient; each rank has
-    them then.
     """
 
     loss_sums: Mapping[str, Tensor]
@@ -39,7 +37,6 @@ class Outcome:
     step: StepOutput | None
     assignment: UnitAssignment | None = None
     by_unit: Tensor | None = None
-    of_all: Tensor | None = None
 
     @property
     def applied(self) -> bool:
@@ -49,13 +46,15 @@ class Outcome:
     def placed(self, rank: int) -> Tensor:
         """The losses of ``rank``'s units at their places among all, shape ``(losses, units)``; elsewhere zeros.
 
-        Added over the ranks these are the losses of all units, exactly.
+        Added over the ranks these are the losses of all units, exactly. Where none are dealt, a window is one unit.
+        They are fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
         """
-        if self.of_all is not None:
-            return self.of_all if rank == 0 else torch.zeros_like(self.of_all)
-        assert self.assignment is not None
+        if self.assignment is None:
+            return torch.stack(list(self.loss_sums.values())).double().unsqueeze(1)
         assert self.by_unit is not None
-        return _at_places(self.by_unit, self.assignment, rank)
+        every = self.by_unit.new_zeros((self.by_unit.shape[0], self.assignment.units))
+        every[:, list(self.assignment.units_of(rank))] = self.by_unit
+        return every
 
     @property
     def finite(self) -> bool:
@@ -68,32 +67,21 @@ class Outcome:
         return 1.0 if self.step is None else self.step.loss_scale
 
 
-def _at_places(by_unit: Tensor, assignment: UnitAssignment, rank: int) -> Tensor:
-    every = by_unit.new_zeros((by_unit.shape[0], assignment.units))
-    every[:, list(assignment.units_of(rank))] = by_unit
-    return every
-
-
 def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float] = ()) -> Tensor:
     """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective.
 
     After them come the ``own`` numbers of every rank, one rank after the other; each has as many. Where units are
     dealt, their losses are added in the units' order.
     """
-    # fp64: a rank without a micro-batch does not know the dtype of the other ranks' losses.
-    sums = torch.stack(list(outcome.loss_sums.values())).double()
-    losses, assignment = len(sums), outcome.assignment
-    if assignment is not None or outcome.of_all is not None:
-        sums = outcome.placed(world.rank).flatten()
+    placed = outcome.placed(world.rank)
+    sums = placed.flatten()
     if own:
         others = world.size - world.rank - 1
         slots = [*[0.0] * (len(own) * world.rank), *own, *[0.0] * (len(own) * others)]
         sums = torch.cat([sums, torch.tensor(slots, dtype=sums.dtype).to(sums.device)])
     found = world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
-    if assignment is None:
-        return found
-    by_unit, rest = torch.split(found, [losses * assignment.units, len(found) - losses * assignment.units])
-    return torch.cat([by_unit.view(losses, assignment.units).sum(1), rest])
+    by_unit, rest = torch.split(found, [placed.numel(), len(found) - placed.numel()])
+    return torch.cat([by_unit.view(placed.shape).sum(1), rest])
 
 
 class LossSums:
@@ -108,7 +96,6 @@ class LossSums:
         self._device, self._assignment = device, assignment
         self._sums: dict[str, Tensor] = {}
         self._by_unit: list[Mapping[str, Tensor]] = []
-        self._stacked: Tensor | None = None  # these, once they are all there
 
     def add(self, loss: LossSum) -> None:
         """Adds one micro-batch's losses."""
@@ -119,41 +106,22 @@ class LossSums:
         if self._assignment is not None:
             self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 
-    def outcome(self, counts: Counts, step: StepOutput | None, of_all: Tensor | None = None) -> Outcome:
-        """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped.
-
-        ``of_all`` is what all ranks' :meth:`placed` add up to, where that is known.
-        """
+    def outcome(self, counts: Counts, step: StepOutput | None) -> Outcome:
+        """The outcome of a window that counts ``counts``; without ``step`` of one that was skipped."""
         zero = torch.zeros((), device=self._device)
-        sums = {name: self._sums.get(name, zero) for name in counts}
-        by_unit = self._stacked
-        if by_unit is None and self._assignment is not None:
-            by_unit = self._units(counts)
         return Outcome(
-            loss_sums=sums,
+            loss_sums={name: self._sums.get(name, zero) for name in counts},
             counts=counts,
             grad_norm=step.grad_norm if step else zero,
             step=step,
             assignment=self._assignment,
-            by_unit=by_unit,
-            of_all=of_all,
+            by_unit=None if self._assignment is None else self._units(counts),
         )
 
     def _units(self, counts: Counts) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         each = [torch.stack([unit.get(name, zero) for name in counts]) for unit in self._by_unit]
         return torch.stack(each, 1) if each else zero.new_zeros((len(counts), 0))
-
-    def placed(self, counts: Counts, rank: int) -> Tensor:
-        """This rank's losses, fp64: of units each in its place among all, else one for each of ``counts``.
-
-        After the last :meth:`add`.
-        """
-        if self._assignment is None:
-            zero = torch.zeros((), device=self._device)
-            return torch.stack([self._sums.get(name, zero).double() for name in counts])
-        self._stacked = self._units(counts)
-        return _at_places(self._stacked, self._assignment, rank)
 
 
 def backward(engine: Engine, loss: Tensor, *, last: bool) -> None:

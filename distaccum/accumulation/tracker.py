@@ -172,13 +172,10 @@ class ProgressTracker:
         """
         if self.last is None:
             raise MisuseError("mean_loss() before the first window: call it after one")
-        if self.last.assignment is None:
-            own = [total.item() for total in self.last.loss_sums.values()]  # host read: the loop asks for it
-            totals = counter.sum_together("mean_loss()", own)
-        else:
-            placed = self.last.placed(self._world.rank)
-            found = torch.tensor(counter.sum_together("mean_loss()", placed.flatten().tolist()), dtype=placed.dtype)
-            totals = found.view(placed.shape).sum(1).tolist()
+        placed = self.last.placed(self._world.rank)
+        own = placed.flatten().tolist()  # host read: the loop asks for it
+        found = torch.tensor(counter.sum_together("mean_loss()", own), dtype=placed.dtype)
+        totals = found.view(placed.shape).sum(1).tolist()
         means = (total / count for total, count in zip(totals, self.last.counts.values(), strict=True) if count)
         return sum(means, 0.0)
 

@@ -381,8 +381,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics", "None if numerics"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
-                "assignment=self._assignment,\n            by_unit=by_unit,",
-                "assignment=None,\n            by_unit=None,",
+                "assignment=self._assignment,\n            by_unit=None if self._assignment is None else",
+                "assignment=None,\n            by_unit=None if True else",
             ),
             "held-out batches are as large as the ranks allow": (
                 "data/held_out.py",

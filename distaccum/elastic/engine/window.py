@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from distaccum.accumulation.step import LossSums, Outcome, await_reduction, run_micro_steps
 from distaccum.accumulation.two_pass import SecondPass
 from distaccum.data.plan.batch import Plan
@@ -94,6 +97,17 @@ class _ContinuedEpoch(UnitEpoch):
         return self.again.counts if self._begun(k) else counted
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedOutcome(Outcome):
+    """The result of a window whose losses have travelled with the gradient: each rank has those ``of_all``."""
+
+    of_all: Tensor
+
+    def placed(self, rank: int) -> Tensor:
+        """See :class:`Outcome`; those of all ranks are rank 0's."""
+        return self.of_all if rank == 0 else torch.zeros_like(self.of_all)
+
+
 def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2) -> Outcome:
     """As the core's ``run_window``; the losses of all ranks travel with the gradient, so that each rank has them.
 
@@ -105,9 +119,19 @@ def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2)
         losses.add(loss.sums)
     await_reduction(engine)
     elastic = resumable(engine)
-    elastic.send_along(losses.placed(window.counts, engine.world.rank))
+    own = losses.outcome(window.counts, None)
+    elastic.send_along(own.placed(engine.world.rank))
     if window.micro_batches:
         elastic.reduce()
     else:
         engine.shadow_micro_step()
-    return losses.outcome(window.counts, engine.step(), elastic.received)
+    step = engine.step()
+    return SharedOutcome(
+        loss_sums=own.loss_sums,
+        counts=own.counts,
+        grad_norm=step.grad_norm,
+        step=step,
+        assignment=own.assignment,
+        by_unit=own.by_unit,
+        of_all=elastic.received,
+    )

@@ -89,9 +89,7 @@ class WindowRecorder(Part):
     def on_window(self, _: Loop, window: Window, outcome: Outcome) -> None:
         """Adds the window when it was run; nothing is read from the device."""
         assert self._held is not None
-        losses = torch.stack([number.detach().double() for number in outcome.loss_sums.values()])
-        if outcome.assignment is not None:
-            losses = outcome.placed(self._world.rank).flatten()
+        losses = outcome.placed(self._world.rank).flatten()
         norm = outcome.grad_norm.double().reshape(1)
         found = torch.cat((losses.to(norm.device), norm))
         if outcome.step is not None:

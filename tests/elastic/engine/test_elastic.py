@@ -21,7 +21,7 @@ from distaccum.distributed.world import World
 from distaccum.elastic.engine.builder import ElasticEngines
 from distaccum.elastic.engine.ddp import resumable
 from distaccum.elastic.engine.tree import PartialWindow
-from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondAssignment, run_window
+from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondAssignment, SharedOutcome, run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
@@ -100,7 +100,7 @@ def run(world: World, *, numerics: str, elastic: bool, **more: Any) -> tuple[Ten
     for window in acc.windows(MapWindowLoader(SAMPLES, plan_of(world, numerics), world, seed=3)):
         outcome = acc.step(window, LOSS)
         if elastic:
-            assert outcome.of_all is not None
+            assert isinstance(outcome, SharedOutcome)
             losses.append(outcome.of_all.sum())
     found = weights(acc)
     acc.close()
@@ -212,7 +212,7 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
     losses, computed = [], []
     for window in acc.windows(MapWindowLoader(SAMPLES, plan, world, seed=3)):
         outcome = acc.step(window, LOSS)
-        assert outcome.of_all is not None
+        assert isinstance(outcome, SharedOutcome)
         losses.append(float(outcome.of_all.sum()))
         computed.append(len(window))
     return weights(acc), losses, computed
