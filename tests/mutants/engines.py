@@ -38,7 +38,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp32",
         Mutant(
             "zero1: what each rank has stepped is not broadcast",
-            (("engines/ddp/stepper.py", "        self.shards.broadcast()", "        pass"),),
+            (("engines/ddp/zero1.py", "        self.broadcast()", "        pass"),),
         ),
     ),
     (
@@ -79,9 +79,9 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             "zero1: weights are sent before they are rounded",
             (
                 (
-                    "engines/ddp/stepper.py",
-                    "        super().after_step()\n        self.shards.broadcast()",
-                    "        self.shards.broadcast()\n        super().after_step()",
+                    "engines/ddp/zero1.py",
+                    "        super().after_step()\n        self.broadcast()",
+                    "        self.broadcast()\n        super().after_step()",
                 ),
             ),
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from distaccum.elastic.engine.tree import KeptTree, PartialWindow
 from distaccum.engines.base import Engine, EngineState, Restart
 from distaccum.engines.ddp.communicating import uncounted
 from distaccum.engines.ddp.engine import DDPEngine
-from distaccum.engines.ddp.stepper import WholeStepper, ZeRO1Stepper
+from distaccum.engines.ddp.stepper import WholeStepper
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.modules import clean
 from distaccum.engines.state import copy_in_place
@@ -41,13 +41,9 @@ class MirroredZeRO1(ZeRO1):
         super().broadcast()
         self.mirror.commit()
 
-    def restore(
-        self,
-        optimizers: Sequence[Optimizer],
-        master: Callable[[nn.Parameter], Tensor | None] | None = None,
-    ) -> None:
-        """See :class:`ZeRO1`; a rank keeps its own state alone, since others may be gone."""
-        self._give_back(optimizers, master, alone=True)
+    def _ends_alone(self) -> bool:
+        """See :class:`ZeRO1`: always, since others may be gone."""
+        return True
 
 
 class ElasticDDPEngine(DDPEngine):
@@ -72,8 +68,7 @@ class ElasticDDPEngine(DDPEngine):
         keepers: Sequence[int],
         **options: Any,
     ) -> None:
-        stepper = WholeStepper() if mirrored is None else ZeRO1Stepper(mirrored)
-        super().__init__(model, optimizers, world, reducer=tree, stepper=stepper, **options)
+        super().__init__(model, optimizers, world, reducer=tree, stepper=mirrored or WholeStepper(), **options)
         self._sums, self._mirrored = tree, mirrored
         if mirrored is not None:
             mirrored.mirror = self._make_mirror(mirrored, keepers)

@@ -23,7 +23,7 @@ from distaccum.engines.base import Engine, EngineFacts, EngineState, Restart, St
 from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.communicating import Communicating, uncounted
 from distaccum.engines.ddp.reducer import BucketReducer, Reduction, set_gradient, wrap
-from distaccum.engines.ddp.stepper import DDPProbe, WholeStepper, ZeRO1Stepper
+from distaccum.engines.ddp.stepper import DDPProbe, WholeStepper
 from distaccum.engines.ddp.tree import TreeReducer
 from distaccum.engines.ddp.unused import UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
@@ -442,7 +442,7 @@ def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, cont
 
 def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=zero1``."""
-    return _create(model, optimizers, world, context, ZeRO1Stepper(ZeRO1(world)))
+    return _create(model, optimizers, world, context, ZeRO1(world))
 
 
 def _create(

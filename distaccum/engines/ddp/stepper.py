@@ -12,13 +12,10 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StateLayout
 from distaccum.engines.ddp import masters
 from distaccum.engines.ddp.masters import Masters
-from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
-from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import OptimizerStep
 from distaccum.engines.probe import GradientProbe
-from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.precision.policy import PrecisionPolicy
 
 _NOTHING = nullcontext()
@@ -69,60 +66,6 @@ class WholeStepper:
     def give_back(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves optimizers whole, over weights that are fp32 again; a collective where ranks step parts."""
         self.weights.release(optimizers)
-        self.weights.restore()
-
-
-class ZeRO1Stepper(WholeStepper):
-    """Each parameter is stepped by one rank, which broadcasts the result (ZeRO stage 1).
-
-    Args:
-        shards: whose is which.
-    """
-
-    layout = StateLayout.SHARDED
-    steps_parts = True
-
-    def __init__(self, shards: ZeRO1) -> None:
-        self.shards = shards
-
-    def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:
-        for optimizer in optimizers:
-            check_hooks(optimizer)
-            check_parts(optimizer, "zero1", warn=world.is_main)
-        self._groups = WholeGroups(optimizers)
-
-    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
-        self.shards.partition(optimizers)
-        super()._partition(optimizers)
-        self._groups.show(copies=self.weights.rounded)
-
-    @property
-    def groups(self) -> AbstractContextManager[object]:
-        """See :class:`WholeStepper`."""
-        return self._groups
-
-    def describe(self, spread: str) -> str:
-        """See :class:`WholeStepper`."""
-        return f"; {self.weights.held} {self.shards.place}, {spread} of parameters broadcast a window"
-
-    def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
-        """See :class:`WholeStepper`."""
-        self._groups.check()
-        expect_no_hooks(optimizers)
-        step.expect_known()  # here every rank sees what any would
-        super().before_step(optimizers, step)
-        self.shards.take_in()
-
-    def after_step(self) -> None:
-        """See :class:`WholeStepper`."""
-        super().after_step()
-        self.shards.broadcast()
-
-    def give_back(self, optimizers: Sequence[Optimizer]) -> None:
-        """See :class:`WholeStepper`."""
-        self._groups.release()
-        self.weights.release(optimizers)
-        self.shards.restore(optimizers, self.weights.whole)
         self.weights.restore()
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,20 +22,27 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from distaccum.distributed.world import World
+from distaccum.engines.base import StateLayout
+from distaccum.engines.ddp.stepper import WholeStepper
+from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.modules import owners_by_size, put_back
+from distaccum.engines.optimizer_step import OptimizerStep
+from distaccum.engines.rules import check_hooks, check_parts, expect_no_hooks
 from distaccum.errors import DistaccumError
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, torch's own on the CPU
 
 
-class ZeRO1:
-    """Which rank steps which parameters. Those of one rank lie in one flat buffer, and travel as one.
+class ZeRO1(WholeStepper):
+    """Each parameter is stepped by one rank. Those of one rank lie in one flat buffer, and travel as one.
 
     Args:
         world: this rank.
     """
 
+    layout = StateLayout.SHARDED
+    steps_parts = True
     place = "on one rank each"
     """Where a parameter's optimizer state lies, for people."""
 
@@ -44,6 +52,48 @@ class ZeRO1:
         self._whole: list[tuple[list[list[nn.Parameter]], dict[int, int]]] = []  # each optimizer's groups, and owners
         self._places: list[tuple[nn.Parameter, Tensor]] = []  # in the flat buffers
         self._addresses: list[int] = []
+
+    def _prepare(self, optimizers: Sequence[Optimizer], world: World) -> None:
+        for optimizer in optimizers:
+            check_hooks(optimizer)
+            check_parts(optimizer, "zero1", warn=world.is_main)
+        self._groups = WholeGroups(optimizers)
+
+    def _partition(self, optimizers: Sequence[Optimizer]) -> None:
+        self.partition(optimizers)
+        super()._partition(optimizers)
+        self._groups.show(copies=self.weights.rounded)
+
+    @property
+    def groups(self) -> AbstractContextManager[object]:
+        """See :class:`WholeStepper`."""
+        return self._groups
+
+    def describe(self, spread: str) -> str:
+        """See :class:`WholeStepper`."""
+        return f"; {self.weights.held} {self.place}, {spread} of parameters broadcast a window"
+
+    def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
+        """See :class:`WholeStepper`."""
+        self._groups.check()
+        expect_no_hooks(optimizers)
+        step.expect_known()  # here every rank sees what any would
+        super().before_step(optimizers, step)
+        self.take_in()
+
+    def after_step(self) -> None:
+        """See :class:`WholeStepper`."""
+        super().after_step()
+        self.broadcast()
+
+    def give_back(self, optimizers: Sequence[Optimizer]) -> None:
+        """See :class:`WholeStepper`."""
+        self._groups.release()
+        self.weights.release(optimizers)
+        self.restore(optimizers)
+        self.weights.restore()
+
+    # --- which rank steps what
 
     def partition(self, optimizers: Sequence[Optimizer]) -> None:
         """Leaves each optimizer the parameters that this rank steps; every rank computes the same partition.
@@ -98,38 +148,15 @@ class ZeRO1:
         for work in works:
             work.wait()
 
-    def restore(
-        self,
-        optimizers: Sequence[Optimizer],
-        master: Callable[[nn.Parameter], Tensor | None] | None = None,
-    ) -> None:
+    def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Gives every optimizer all of its parameters back, with their state, and each its own memory; a collective.
 
-        While an error is handled that this rank may have alone (of its disk, of a loading process, of the user's code),
-        the others do something else: then its own state is all there is, and the log says so.
+        Every rank gets the masters of the weights, too. A rank that ends alone keeps its own state and sends nothing.
 
         Args:
             optimizers: those of :meth:`partition`.
-            master: of a parameter that another tensor is stepped for: that tensor, which every rank gets, too.
         """
-        error = sys.exc_info()[1]
-        if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
-            error = error.__cause__
-        alone = error is not None and not isinstance(error, DistaccumError)
-        if alone:
-            _log.warning(
-                "closed while %s is handled: the optimizers have this rank's share of their state", repr(error)
-            )
-        self._give_back(optimizers, master, alone=alone)
-
-    def _give_back(
-        self,
-        optimizers: Sequence[Optimizer],
-        master: Callable[[nn.Parameter], Tensor | None] | None,
-        *,
-        alone: bool,
-    ) -> None:
-        """See :meth:`restore`; ``alone`` a rank keeps its own state, and nothing is sent."""
+        alone = self._ends_alone()
         for optimizer, (groups, owners) in zip(optimizers, self._whole, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # some may be new
                 group["params"] = parameters
@@ -144,10 +171,25 @@ class ZeRO1:
                     optimizer.state[held[i]] = {name: _placed(value, held[i].device) for name, value in state.items()}
             for parameter in held:
                 parameter.data = parameter.detach().clone()
-                stepped = None if master is None or alone else master(parameter)
+                stepped = None if alone else self.weights.whole(parameter)
                 if stepped is not None:
                     dist.broadcast(stepped, src=owners[id(parameter)])
         self._flat_buffers, self._whole, self._places, self._addresses = [], [], [], []
+
+    def _ends_alone(self) -> bool:
+        """Whether an error is handled that this rank may have alone (of its disk, of a loading process, of the user's).
+
+        The others do something else then: its own state is all there is, and the log says so.
+        """
+        error = sys.exc_info()[1]
+        if isinstance(error, DistaccumError):  # every rank has one, unless it puts another error in words
+            error = error.__cause__
+        alone = error is not None and not isinstance(error, DistaccumError)
+        if alone:
+            _log.warning(
+                "closed while %s is handled: the optimizers have this rank's share of their state", repr(error)
+            )
+        return alone
 
 
 class _Sent(NamedTuple):

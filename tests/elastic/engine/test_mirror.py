@@ -115,7 +115,7 @@ def left_at(world: World, place: str, precision: str, window: int, keepers: Sequ
     for _ in range(window):
         acc.step(next(steps), LOSS)
     engine = cast(Any, acc.engine)
-    mirror, shards, zero = engine._stepper.shards.mirror, engine._stepper.shards, engine.zero_gradients
+    mirror, shards, zero = engine._stepper.mirror, engine._stepper, engine.zero_gradients
 
     def lose(*_: object) -> None:
         raise LostError
