@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distaccum.config.compile import INDUCTOR, WITH_GRAPHS, CompileConfig
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig
+from distaccum.engines.context import EngineContext
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.losses.base import Compilable
 
@@ -285,33 +286,24 @@ def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if not any(module in every for module in block.modules() if module is not block)]
 
 
-def check(
-    model: nn.Module,
-    parts: Sequence[nn.Module],
-    config: CompileConfig,
-    *,
-    engine: EngineConfig,
-    casts: bool,
-    device: torch.device | None,
-) -> None:
+def check(model: nn.Module, parts: Sequence[nn.Module], context: EngineContext) -> None:
     """Checks what is to be compiled, before there is a process group.
 
     Args:
         model: not wrapped yet.
         parts: of it, that are to be compiled.
-        config: not ``none``.
-        engine: its settings.
-        casts: whether the model computes in 16 bits.
-        device: to compile for; None where it is not this machine's.
+        context: the settings, by which something is compiled.
 
     Raises:
         ConfigError: it cannot be compiled, or not exactly.
     """
+    config, engine = context.compile, context.engine
+    device = None if context.planned else context.device  # planned: perhaps not this machine's
     already = compiled_parts(model)
     if already:
         problem = f"and {shorten(already)} is compiled already"
         raise ConfigError("compile", config.name, problem, "Leave out one of the two: compile=, or torch.compile")
-    if isinstance(engine, DeepSpeedConfig) and casts:
+    if isinstance(engine, DeepSpeedConfig) and context.policy.casts:
         problem = "on DeepSpeed in 16 bits, whose gradients accumulate in another format than the weights have"
         raise ConfigError("compile", config.name, problem, "Use precision=fp32 or tf32, or another engine")
     if isinstance(engine, DeepSpeedConfig) and engine.stage == _SHARDS_PARAMETERS:

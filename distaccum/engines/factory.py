@@ -136,7 +136,7 @@ class EngineSpec:
 _SPECS = (
     EngineSpec(config=DDPConfig, create="ddp.engine:create", check="ddp.engine:check", keeps_tensors=True),
     EngineSpec(config=Zero1Config, create="ddp.engine:create_zero1", check="ddp.engine:check", keeps_tensors=True),
-    EngineSpec(config=FSDP2Config, create="fsdp2.engine:create", check="fsdp2.checks:check", makes_weights=True),
+    EngineSpec(config=FSDP2Config, create="fsdp2.engine:FSDP2Engine", check="fsdp2.checks:check", makes_weights=True),
     EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
 )
 SPECS = {spec.config.name: spec for spec in _SPECS}
@@ -355,14 +355,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
         from distaccum.engines import compiled  # noqa: PLC0415
 
         parts = _parts_to_compile(model, context)
-        compiled.check(
-            model,
-            parts,
-            context.compile,
-            engine=context.engine,
-            casts=context.policy.casts,
-            device=None if context.planned else context.device,
-        )
+        compiled.check(model, parts, context)
     _recomputed(model, context.engine)
     generated = _load(spec.check)(model, context) if spec.check else None
     return generated or {}

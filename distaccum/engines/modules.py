@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -190,12 +190,19 @@ def is_meta(model: nn.Module) -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is in evaluation mode; some of its modules may have been before."""
+def evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Within the block the model is in evaluation mode; some of its modules may have been before.
+
+    Gives a function that ends it sooner.
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
+
+    def as_before() -> None:
         for module, training in modes:
             module.training = training
+
+    model.eval()
+    try:
+        yield as_before
+    finally:
+        as_before()

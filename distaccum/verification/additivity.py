@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.window import Window
@@ -152,8 +152,7 @@ def _compare(
     """An error, or a warning, in words; empty where the loss is a sum."""
     # Uncompiled: it would be compiled for two shapes that no window has.
     model = engine.unwrapped_model
-    modes = _modes(model)
-    with evaluating(model), uncompiled(model), torch.no_grad(), state_restored(engine):
+    with evaluating(model) as train_again, uncompiled(model), torch.no_grad(), state_restored(engine):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:
@@ -173,7 +172,7 @@ def _compare(
         finally:
             hook.remove()
         if batches[_UNPADDED:]:
-            _set(modes)  # what is only there while it trains: a term of its own, statistics of the batch
+            train_again()  # what is only there while it trains: a term of its own, statistics of the batch
             try:
                 with warnings.catch_warnings(action="ignore"):
                     unpadded = measure(batches[0]), measure(batches[2]), measure(batches[3], anew=True)
@@ -315,15 +314,6 @@ def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float
                 f"as many as there are {name}: is the loss divided by them?"
             )
     return ""
-
-
-def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in model.modules()]
-
-
-def _set(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
 
 
 def in_16_bits(engine: Engine) -> bool:

@@ -86,14 +86,7 @@ class DDPEngine(Engine):
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         stepper.start(model, optimizers, world, policy)
         self._weights = stepper.weights
-        self._ddp = wrap(
-            model,
-            world,
-            # It counts in the parameters' type, and buckets hold gradients.
-            bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
-            # Its buckets would stay of the parameters' type: what a backward leaves out is completed here.
-            find_unused_parameters=config.find_unused_parameters and not policy.keeps_masters,
-        )
+        self._ddp = wrap(model, world, config, policy)
         reducer.attach(self._ddp)
         self.sync_buffers()
         self._named = trained(model)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distaccum.config.engine import DDPConfig
 from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
+from distaccum.precision.policy import PrecisionPolicy
 
 # What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model.
 
@@ -77,7 +79,7 @@ _renamed = "forward_sync_buffers" in signature(DistributedDataParallel).paramete
 _NO_BUFFER_SYNC: Any = {"forward_sync_buffers" if _renamed else "broadcast_buffers": False}
 
 
-def wrap(model: nn.Module, world: World, *, bucket_cap_mb: float, find_unused_parameters: bool) -> DDPModel:
+def wrap(model: nn.Module, world: World, config: DDPConfig, policy: PrecisionPolicy) -> DDPModel:
     """DDP around a model; a collective, in which parameters become rank 0's, and buffers stay as they are."""
     # DDP would broadcast these, and gloo does not know all of their types; Engine.sync_buffers does.
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
@@ -87,9 +89,11 @@ def wrap(model: nn.Module, world: World, *, bucket_cap_mb: float, find_unused_pa
     with _dense_gradients(model), _ignoring(model, [*buffers, *odd]):
         return DDPModel(
             model,
-            bucket_cap_mb=bucket_cap_mb,
+            # It counts in the parameters' type, and buckets hold gradients.
+            bucket_cap_mb=config.bucket_cap_mb * policy.parameter_dtype.itemsize / 4,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
+            # Its buckets would stay of the parameters' type: what a backward leaves out is completed by the engine.
+            find_unused_parameters=config.find_unused_parameters and not policy.keeps_masters,
             **_NO_BUFFER_SYNC,
         )
 

@@ -40,8 +40,7 @@ from distaccum.engines.modules import (
     shard_like,
     trained,
 )
-from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep, StepOptions
+from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
@@ -62,14 +61,10 @@ class FSDP2Engine(Engine):
             block by block too.
         optimizers: over the model's parameters, and disjoint; they hold shards afterwards. None has stepped yet.
         world: this rank.
-        config: how to shard, and when to reduce and gather.
-        policy: what forwards compute in, and what gradients travel in between ranks. They accumulate in fp32.
-        options: clipping and the loss scale.
-        seed: of weights that are made here.
-        numerics: how far sums may depend on the ranks.
+        context: the checked settings. Whatever gradients travel in between ranks, they accumulate in fp32.
 
     Raises:
-        ConfigError: an optimizer has stepped, or ``config.blocks`` match nothing. See ``checks.check`` too.
+        ConfigError: an optimizer has stepped, or ``engine.blocks`` match nothing. See ``checks.check`` too.
     """
 
     def __init__(
@@ -77,13 +72,13 @@ class FSDP2Engine(Engine):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World,
-        *,
-        config: FSDP2Config,
-        policy: PrecisionPolicy,
-        options: StepOptions,
-        seed: int,
-        numerics: Numerics,
+        context: EngineContext,
     ) -> None:
+        config, policy, numerics = context.engine, context.policy, context.numerics
+        assert isinstance(config, FSDP2Config)
+        numerics.check_optimizers(optimizers, config)
+        # Shards on the CPU have their gradients there, and what decides about these.
+        options = context.step_options(torch.device("cpu") if config.offload else world.device)
         facts = EngineFacts(
             gradient_divide_factor=1,
             numerics=numerics,
@@ -101,7 +96,7 @@ class FSDP2Engine(Engine):
         self._mesh = _mesh(world, config.replicas)
         before = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         taken = wrap.take_hooks(model)
-        self._shard(model, config, seed)
+        self._shard(model, config, context.seed)
         internals.check(model)
         self._sharded = internals.ShardedModel(model)
         rebind_optimizers(model, optimizers, before, world)
@@ -145,7 +140,6 @@ class FSDP2Engine(Engine):
         self.probe = FSDP2Probe(
             self,
             policy,
-            world=world,
             mesh=self._mesh,
             sharded=self._sharded,
             units=self._units,
@@ -515,25 +509,6 @@ class FSDP2Engine(Engine):
         parts = {name: shard_like(state.model[name], own.get(name, state.model[name])) for name in state.model}
         load_model_state(self._model, parts)
         self._optimizer_step.load_state(state)
-
-
-def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> FSDP2Engine:
-    """For ``engine=fsdp2``; see ``factory.EngineSpec``."""
-    config = context.engine
-    assert isinstance(config, FSDP2Config)
-    context.numerics.check_optimizers(optimizers, config)
-    # Shards on the CPU have their gradients there, and what decides about these.
-    options = context.step_options(torch.device("cpu") if config.offload else world.device)
-    return FSDP2Engine(
-        model,
-        optimizers,
-        world,
-        config=config,
-        policy=context.policy,
-        options=options,
-        seed=context.seed,
-        numerics=context.numerics,
-    )
 
 
 def _forward_past_model() -> MisuseError:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.fsdp2.blocks import OTHER_BLOCKS, BlockOrder, Units
@@ -24,7 +23,6 @@ class FSDP2Probe(GradientProbe):
 
     Args:
         engine, policy: as there.
-        world: this rank.
         mesh: of shards, and of replicas where there are some.
         sharded: the model's parameters.
         units: what is gathered together.
@@ -37,7 +35,6 @@ class FSDP2Probe(GradientProbe):
         engine: Engine,
         policy: PrecisionPolicy,
         *,
-        world: World,
         mesh: DeviceMesh,
         sharded: internals.ShardedModel,
         units: Units,
@@ -45,7 +42,7 @@ class FSDP2Probe(GradientProbe):
         gathered_dtype: torch.dtype | None,
     ) -> None:
         super().__init__(engine, policy)
-        self._world, self._mesh, self._gathered_dtype = world, mesh, gathered_dtype
+        self._world, self._mesh, self._gathered_dtype = engine.world, mesh, gathered_dtype
         self._sharded, self._units, self._order = sharded, units, order
         self._model = engine.unwrapped_model
         self._parameters = trained(self._model)

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from distaccum.config.engine import DeepSpeedConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
 from distaccum.engines.compiled import CompiledMethod, copied
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create_engine, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -82,10 +84,10 @@ def _check(
     compile: CompileConfig,  # noqa: A002
     engine: EngineConfig | None = None,
     precision: str = "fp32",
-) -> None:
+) -> EngineContext:
     nothing: Any = dict.fromkeys(("clip_norm", "clip_value", "global_batch_size", "micro_batch_size"))
     device = torch.device("cpu")
-    prepare(
+    return prepare(
         model,
         engine=engine or DDPConfig(),
         precision=precision,
@@ -514,8 +516,9 @@ def test_the_boundary_has_as_many_operators_for_any_model(gloo_world: World) -> 
 )
 def test_graphs_are_refused_where_they_cannot_be(engine: EngineConfig, name: str, device: str, words: str) -> None:
     named, model = CompileConfig(name=name, graphs=True), Net()
+    context = replace(_check(model, CompileConfig()), engine=engine, compile=named, device=torch.device(device))
     with pytest.raises(ConfigError, match=words):
-        compiled.check(model, [model], named, engine=engine, casts=False, device=torch.device(device))
+        compiled.check(model, [model], context)
 
 
 def test_what_leaves_a_graph_is_a_copy_but_for_inputs() -> None:
