@@ -19,7 +19,7 @@ from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import HostCopy
-from distaccum.errors import VerificationError, shorten
+from distaccum.errors import VerificationError
 
 _log = logging.getLogger(__name__)
 _BITS = 53  # what an fp64 sum over the ranks that share a slot carries without rounding
@@ -27,7 +27,6 @@ _MOST_SLOTS = 64
 # A parameter costs at least this many operators in a micro-step's forward and backward, its checksum costs one.
 _LEAST_OPERATORS = 4
 _SHARE = 0.01  # of a window's operators, at most
-_STATE = "the optimizers' state is no longer"
 _FIXED_OPERATORS = 4  # that combine the checksums of all parameters
 
 
@@ -169,7 +168,7 @@ class Replicas(WindowHook):
             return
         sums = self._world.all_gather_object(own)
         when = f"at the save after window {self._windows} of this process"
-        message = self._told({rank: sums[rank] for rank in differing[0]}, _STATE, when)
+        message = self._told({rank: sums[rank] for rank in differing[0]}, when, of_state=True)
         if self._stops:
             raise VerificationError(message)
         self._warned_of_state = True
@@ -192,32 +191,13 @@ class Replicas(WindowHook):
         """Which ranks, and which tensors; a collective."""
         own = {name: int(_sum_of_bits(tensor)) for name, tensor in self._engine.probe.replicated().items()}
         everyone = dict(enumerate(self._world.all_gather_object(own)))
-        return self._told(everyone, "the weights are no longer", f"after window {window} of this process")
+        return self._told(everyone, f"after window {window} of this process")
 
-    def _told(self, everyone: Mapping[int, Mapping[str, int]], what: str, when: str) -> str:
-        """In words, which of the ranks differ, by the sums of their tensors, and in which."""
-        known = list(dict.fromkeys(name for each in everyone.values() for name in each))
-        names = [name for name in known if len({each.get(name) for each in everyone.values()}) > 1]
-        groups: dict[tuple[int | None, ...], list[int]] = {}
-        for rank, each in everyone.items():
-            groups.setdefault(tuple(each.get(name) for name in names), []).append(rank)
-        size = max(map(len, groups.values()))
-        most = next(ranks for ranks in groups.values() if len(ranks) == size)
-        odd = [rank for rank in everyone if rank not in most]
-        if 2 * size > len(everyone):
-            who = f"{'rank' if len(odd) == 1 else 'ranks'} {shorten(odd)} {'differs' if len(odd) == 1 else 'differ'}"
-            who += " from the other ranks" if len(odd) < len(everyone) - 1 or size > 1 else f" from rank {most[0]}"
-        else:
-            who = "ranks differ: " + " against ".join(shorten(ranks) for ranks in groups.values())
-        where = shorten(names) if names else "what has changed since"
-        last = "the last checkpoint" if self.saved is None else f"{self.saved}, the last checkpoint"
-        own = " an optimizer that keeps what it computes from its own shard," if what == _STATE else ""
-        return (
-            f"{what} the same on every rank {when}: {who}, in {where} "
-            f"({len(names)} of {len(known)} tensors). Something changed them past the engine on some ranks only: an "
-            f"in-place edit, a step or an EMA on one rank, other data in a load,{own} or a defect of the hardware. "
-            f"Resume from {last}; trainer.on_divergence=warn goes on"
-        )
+    def _told(self, everyone: Mapping[int, Mapping[str, int]], when: str, *, of_state: bool = False) -> str:
+        from distaccum.program import DIVERGED, load  # noqa: PLC0415  where ranks differ
+
+        told: str = load(DIVERGED)(everyone, when, self.saved, of_state=of_state)
+        return told
 
     # --- the checksum
 
