@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from distaccum.engines.modules import full_tensor, is_sharded, shard_like
 from distaccum.engines.state import from_bytes, to_bytes
@@ -160,22 +161,12 @@ def by_owner(
 
 def _types(value: Any) -> list[torch.dtype]:
     """Of the tensors in it, which may be in containers."""
-    if isinstance(value, Tensor):
-        return [value.dtype]
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [dtype for each in inner for dtype in _types(each)]
+    return [tensor.dtype for tensor in _tensors_in(value)]
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     """With its tensors on the device, in the types that they have."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        moved = [_moved(each, device) for each in value]
-        return moved if isinstance(value, list) else tuple(moved)
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _encoded(name: str, key: str, value: Any) -> Tensor:
