@@ -30,6 +30,21 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 30  # between SIGTERM and SIGKILL, as torchrun's
+# What a run imports by name, when it gets there.
+_NAMED_IN_A_RUN = (
+    "distaccum.data.datasets.digits",
+    "distaccum.data.datasets.text",
+    "distaccum.losses.cross_entropy",
+    "distaccum.losses.linear_cross_entropy",
+    "distaccum.models.cnn",
+    "distaccum.models.gpt",
+    "distaccum.tools.flops",
+    "distaccum.tools.modules",
+    "distaccum.tools.report.page",
+    "distaccum.train.metrics.console",
+    "distaccum.verification.proof",
+    "torch.profiler._cupti_monitor",
+)
 # Libraries read these while they are imported, so that a server serves only requests with the same values.
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
 
@@ -187,8 +202,20 @@ def _warm_distaccum() -> None:
     import distaccum.train.cli  # noqa: PLC0415
     import distaccum.train.trainer  # noqa: F401, PLC0415
 
+    for name in _NAMED_IN_A_RUN:
+        importlib.import_module(name)
     with suppress(ImportError):
         import sklearn.datasets  # noqa: F401, PLC0415  data=digits
+    _warm_hydra()
+    sys.modules["distaccum.tools.settings"].groups()  # which the report at a run's end compares with
+
+
+def _warm_hydra() -> None:
+    """Composes once: Hydra looks for its plugins, and its parser learns the grammar of overrides."""
+    from hydra import compose, initialize_config_dir  # noqa: PLC0415
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        compose("config", ["trainer.max_steps=3", "hydra.run.dir=a/b-c.d", "optim=sgd", "+x.y=true", "~model.n_head"])
 
 
 def _warm_deepspeed() -> None:
