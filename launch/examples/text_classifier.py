@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from distaccum import RunConfig, SequenceClassification, Trainer
-from distaccum.data.datasets.labelled import labelled_text
+from distaccum.data.datasets.labelled import labelled
 
 parser = argparse.ArgumentParser(description="Fine-tune a text classifier.")
 parser.add_argument("path", help="CSV or JSON-lines file with columns text and label")
@@ -30,7 +30,7 @@ parser.add_argument("--run-dir", help="default: a new folder below runs/")
 
 def main() -> None:
     args = parser.parse_args()
-    data = labelled_text(path=args.path, tokenizer=args.pretrained)
+    data = labelled(path=args.path, tokenizer=args.pretrained)
     classes = {"num_labels": len(data.labels), "id2label": dict(enumerate(data.labels)), "pad_token_id": data.pad_id}
     torch.manual_seed(0)
     if args.pretrained:
@@ -55,7 +55,7 @@ def main() -> None:
     Trainer(
         model,
         SequenceClassification(),
-        data.source,
+        data,
         global_batch_size=args.global_size,
         micro_batch_size=args.micro_size,
         max_steps=args.steps,

@@ -25,21 +25,18 @@ _FEWEST = 3  # tokens: the two special tokens of a text, and one more
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledText:
-    """The samples of a file that :func:`labelled_text` has read, and how they were made.
+class LabelledText(DataSpec):
+    """Samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, and how they were made.
 
     Args:
-        source: samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, padded to the longest of
-            their micro-batch.
         labels: the classes' names, sorted; a sample's label is its index among them.
+        pad_id: the token that ``input_ids`` are padded with, to the longest of their micro-batch.
         tokenizer: a transformers tokenizer.
-        pad_id: the token that ``input_ids`` are padded with.
     """
 
-    source: DataSpec
     labels: tuple[str, ...]
-    tokenizer: Any
     pad_id: int
+    tokenizer: Any
 
     @property
     def vocab_size(self) -> int:
@@ -47,28 +44,27 @@ class LabelledText:
         return len(self.tokenizer)
 
 
-def labelled_text(
+def labelled(
     *,
     path: str,
+    tokenizer: str | None = None,
     text: str = "text",
     label: str = "label",
-    tokenizer: str | None = None,
     vocab_size: int = 2000,
     max_length: int = 256,
     held_out: float = 0.1,
     pad_to_multiple_of: int | None = None,
 ) -> LabelledText:
-    """Reads a file of texts with labels, and holds out a random share, the same one every time.
+    """Texts with labels, for ``loss=sequence_classification``.
 
     Args:
-        path: a ``.csv`` or ``.tsv`` file with a line of column names, or a ``.jsonl`` file of one JSON object a line;
-            in UTF-8.
+        path: a ``.csv``, ``.tsv`` or ``.jsonl`` file, in UTF-8; with a line of column names, or one JSON object a line.
+        tokenizer: of a model, by its name or folder; None: one is trained on the texts.
         text: the column of the texts.
         label: the column of the labels, which may have any names.
-        tokenizer: a pretrained tokenizer, by a model's name or folder; by default one is trained on the training part.
         vocab_size: the most tokens of a tokenizer that is trained.
         max_length: the most tokens of a text; longer ones are truncated.
-        held_out: the share of the texts to hold out.
+        held_out: the share of the texts to hold out, the same ones every time.
         pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
 
     Raises:
@@ -93,15 +89,17 @@ def labelled_text(
     ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
     samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
     pad_id = padding_id(known)
-    source = DataSpec(
+    return LabelledText(
         train=samples[:cut],
         eval_dataset=samples[cut:],
         description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
         collate=PadCollator({"input_ids": pad_id, "attention_mask": 0}, pad_to_multiple_of=pad_to_multiple_of),
         ignored={"labels": IGNORED},
         lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
+        labels=labels,
+        pad_id=pad_id,
+        tokenizer=known,
     )
-    return LabelledText(source=source, labels=labels, tokenizer=known, pad_id=pad_id)
 
 
 def _sample(tokens: list[int], label: int) -> dict[str, torch.Tensor]:
@@ -243,41 +241,6 @@ def prompts(
         lengths=np.array([len(sample["input_ids"]) for sample in train], dtype=np.int64),
         tokenizer=known,
     )
-
-
-def labelled(
-    *,
-    path: str,
-    tokenizer: str | None = None,
-    text: str = "text",
-    label: str = "label",
-    max_length: int = 256,
-    held_out: float = 0.1,
-    pad_to_multiple_of: int | None = None,
-) -> DataSpec:
-    """Texts with labels: the samples of :func:`labelled_text`, for ``loss=sequence_classification``.
-
-    Args:
-        path: a ``.csv``, ``.tsv`` or ``.jsonl`` file, in UTF-8.
-        tokenizer: of a model, by its name or folder; None: one is trained on the texts.
-        text: the column of the texts.
-        label: the column of the labels, which may have any names.
-        max_length: the most tokens of a text; longer ones are truncated.
-        held_out: the share of the texts to hold out, the same ones every time.
-        pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
-
-    Raises:
-        ConfigError: as :func:`labelled_text`.
-    """
-    return labelled_text(
-        path=path,
-        text=text,
-        label=label,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        held_out=held_out,
-        pad_to_multiple_of=pad_to_multiple_of,
-    ).source
 
 
 def _prompt_sample(

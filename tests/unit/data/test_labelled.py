@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distaccum.data.datasets.labelled import LabelledText, labelled_text
+from distaccum.data.datasets.labelled import LabelledText, labelled
 from distaccum.errors import ConfigError
 from tests.support.optional import needs
 
@@ -22,9 +22,9 @@ TEXTS = [("A fine lamp, really", "good"), ('It says "no"\non two lines', "bad"),
 ROWS = [(f"{text} {i}", label) for i in range(7) for text, label in TEXTS]
 DIGEST = """
 import hashlib, sys
-from distaccum.data.datasets.labelled import labelled_text
-data = labelled_text(path=sys.argv[1])
-samples = [sample["input_ids"].tolist() for sample in [*data.source.train, *data.source.eval_dataset]]
+from distaccum.data.datasets.labelled import labelled
+data = labelled(path=sys.argv[1])
+samples = [sample["input_ids"].tolist() for sample in [*data.train, *data.eval_dataset]]
 print(hashlib.sha256(repr((sorted(data.tokenizer.get_vocab().items()), samples)).encode()).hexdigest())
 """
 
@@ -41,7 +41,7 @@ def _json_lines(path: Path) -> str:
 
 
 def _texts(data: LabelledText) -> list[tuple[str, str]]:
-    samples = [*data.source.train, *data.source.eval_dataset]  # type: ignore[misc]
+    samples = [*data.train, *data.eval_dataset]  # type: ignore[misc]
     read = [data.tokenizer.decode(sample["input_ids"], skip_special_tokens=True) for sample in samples]
     return [(text, data.labels[sample["labels"]]) for text, sample in zip(read, samples, strict=True)]
 
@@ -49,24 +49,23 @@ def _texts(data: LabelledText) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("write", [_csv, _json_lines])
 def test_a_file_becomes_samples(tmp_path: Path, write: Callable[[Path], str]) -> None:
     suffix = ".csv" if write is _csv else ".jsonl"
-    data = labelled_text(path=write(tmp_path / f"reviews{suffix}"), held_out=0.2)
-    source = data.source
+    data = labelled(path=write(tmp_path / f"reviews{suffix}"), held_out=0.2)
     assert data.labels == ("bad", "good")
-    assert (len(source.train), len(source.eval_dataset)) == (16, 5)
+    assert (len(data.train), len(data.eval_dataset)) == (16, 5)
     assert sorted(_texts(data)) == sorted(ROWS)
     assert _texts(data) != ROWS  # held out at random
-    assert source.lengths is not None
-    assert source.lengths.tolist() == [len(sample["input_ids"]) for sample in source.train]
-    assert source.lengths.dtype == np.int64
-    assert "16 texts to train on, 5 held out; 2 classes (bad, good)" in source.description
-    assert max(int(sample["input_ids"].max()) for sample in source.train) < data.vocab_size <= 2000
+    assert data.lengths is not None
+    assert data.lengths.tolist() == [len(sample["input_ids"]) for sample in data.train]
+    assert data.lengths.dtype == np.int64
+    assert "16 texts to train on, 5 held out; 2 classes (bad, good)" in data.description
+    assert max(int(sample["input_ids"].max()) for sample in data.train) < data.vocab_size <= 2000
 
 
 def test_samples_are_padded_where_they_meet(tmp_path: Path) -> None:
-    data = labelled_text(path=_csv(tmp_path / "reviews.csv"), max_length=12)
-    assert data.source.collate is not None
-    collate = pickle.loads(pickle.dumps(data.source.collate))  # noqa: S301  written a moment ago
-    batch = collate([data.source.train[i] for i in range(8)])
+    data = labelled(path=_csv(tmp_path / "reviews.csv"), max_length=12)
+    assert data.collate is not None
+    collate = pickle.loads(pickle.dumps(data.collate))  # noqa: S301  written a moment ago
+    batch = collate([data.train[i] for i in range(8)])
     lengths = batch["attention_mask"].sum(1)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (8, int(lengths.max()))
     assert int(lengths.max()) <= 12
@@ -87,9 +86,9 @@ def test_every_process_makes_the_same_of_it(
 
 def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
     path = _csv(tmp_path / "reviews.csv")
-    trained = labelled_text(path=path, vocab_size=300)
+    trained = labelled(path=path, vocab_size=300)
     trained.tokenizer.save_pretrained(tmp_path / "saved")
-    again = labelled_text(path=path, tokenizer=str(tmp_path / "saved"))
+    again = labelled(path=path, tokenizer=str(tmp_path / "saved"))
     assert _texts(again) == _texts(trained)
     assert (again.vocab_size, again.pad_id) == (trained.vocab_size, trained.pad_id)
 
@@ -128,11 +127,11 @@ def test_bad_inputs_name_the_key_and_the_line(
     if content is not None:
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError, match=message) as caught:
-        labelled_text(path=str(tmp_path / name), **options)  # type: ignore[arg-type]
+        labelled(path=str(tmp_path / name), **options)  # type: ignore[arg-type]
     assert caught.value.key == key
 
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"-m pip install .*'distaccum\[hf\]'"):
-        labelled_text(path=_csv(tmp_path / "reviews.csv"))
+        labelled(path=_csv(tmp_path / "reviews.csv"))
