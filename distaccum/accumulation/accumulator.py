@@ -457,7 +457,7 @@ class Accumulator:
                 self._repeats = True
                 expect_repeats(self.engine, window.plain, loss)
             self._verifier.check_loss(window.plain, loss)
-            if self.engine.memory_marks.any_failed and not self.engine.memory_marks.looked:
+            if self.engine.memory_marks.failed and not self.engine.memory_marks.looked:
                 check_marks(self.engine, window.plain, loss)
         with self._verifier.stepping() as report:
             outcome = self._restarting.run(window.plain, run, records, prefetch=self._prefetch)

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from distaccum.data.batches import to_device
-from distaccum.data.cutting import shape_of
+from distaccum.data.cutting import Shape, shape_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.memory import LiveMemory, is_out_of_memory, memory_left
 from distaccum.distributed.random import KeyedRandom
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import state_restored
 from distaccum.engines.compiled import uncompiled
-from distaccum.engines.memory_marks import Shape, memory_by_part, state_to_come
+from distaccum.engines.memory_marks import memory_by_part, state_to_come
 from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.errors import ResourceError
 from distaccum.losses.base import Loss
@@ -145,33 +145,33 @@ class _Rehearsal:
         limit = self._limit(to_come)
         trials: dict[int, Trial] = {}
         left_out: int | None = None
-        first = size = self._first(most)
+        size = self._first(most)
         while size <= most:
             batches[size] = self._take(size)
-            if size > first and self._engine.memory_marks.is_too_large(self._shapes[size]):
+            trial = self._trial(size, batches[size], list(trials.values()), limit)
+            if trial is None:
                 left_out = size
                 break
-            expected = _predicted(list(trials.values()), size)
-            if limit is not None and expected is not None and expected > _SHARE * limit:
-                left_out = size
-                break
-            memory, error = self._measure(batches[size])
-            if error is not None:
-                if size == first:
-                    raise error
-                left_out = size
-                break
-            trials[size] = self._timed(size, batches[size], memory)
-            over = limit is not None and memory is not None and memory > _SHARE * limit
-            if over and size > first:
-                left_out = size
-                del trials[size]
-                break
-            if self._is_over(began, seconds, 2 * trials[size].seconds * (_MOST_RUNS + 1)) or _falls(trials):
+            trials[size] = trial
+            if self._is_over(began, seconds, 2 * trial.seconds * (_MOST_RUNS + 1)) or _falls(trials):
                 break
             size *= 2
         self._time_again(trials, batches, began, seconds)
         return self._choice(trials, limit, left_out, perf_counter() - began)
+
+    def _trial(self, size: int, batch: Any, before: Sequence[Trial], limit: int | None) -> Trial | None:
+        """Runs a size; None where it would not fit, or did not. The first one, which nothing is ``before``, has to."""
+        allowed = inf if limit is None else _SHARE * limit
+        if before and (
+            self._engine.memory_marks.is_too_large(self._shapes[size]) or _predicted(before, size) > allowed
+        ):
+            return None
+        memory, error = self._measure(batch)
+        if error is not None and not before:
+            raise error
+        if error is not None or (before and memory is not None and memory > allowed):
+            return None
+        return self._timed(size, batch, memory)
 
     def _first(self, most: int) -> int:
         """The size to begin with: 1, or 2 where a model does not take a single sample, as batch normalisation.
@@ -214,7 +214,7 @@ class _Rehearsal:
 
     def _take(self, size: int) -> Any:
         batch = self._batch_of(size)
-        self._shapes[size] = Shape(*shape_of(batch))
+        self._shapes[size] = shape_of(batch)
         return batch
 
     # --- one micro-step
@@ -247,10 +247,10 @@ class _Rehearsal:
             own = self._memory_of(batch)
         except Exception as problem:
             if not is_out_of_memory(problem):
-                problem.add_note(_REHEARSED.format(Shape(*shape_of(batch))))
+                problem.add_note(_REHEARSED.format(shape_of(batch)))
                 raise
             if self._engine.facts.forward_communicates:  # the ranks begin again, without it
-                self._engine.memory_marks.fail(Shape(*shape_of(batch)))
+                self._engine.memory_marks.fail(shape_of(batch))
                 raise
             error = type(problem)(*problem.args)  # without its frames, which hold what the forward has made
         if error is not None:
@@ -343,13 +343,13 @@ class _Rehearsal:
         )
 
 
-def _predicted(trials: Sequence[Trial], size: int) -> float | None:
-    """The memory of a size, by a line through the last two."""
+def _predicted(trials: Sequence[Trial], size: int) -> float:
+    """The memory of a size, by a line through the last two; 0 where these are not known."""
     if len(trials) < 2:  # noqa: PLR2004  a line
-        return None
+        return 0.0
     (a, b) = trials[-2:]
     if a.memory is None or b.memory is None:
-        return None
+        return 0.0
     return b.memory + (b.memory - a.memory) / (b.size - a.size) * (size - b.size)
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.engines.base import Engine, Restart
-from distaccum.engines.memory_marks import Shape, memory_by_part
+from distaccum.engines.memory_marks import memory_by_part
 from distaccum.errors import ResourceError
 from distaccum.losses.base import InOrder, Loss
 
@@ -40,11 +40,6 @@ _SINGLE = "it is a single sample"
 _RISING = 2  # windows in a row in which the allocator had to try again
 
 
-def without_count(batch: Any) -> MicroBatch:
-    """A part whose count nobody needs: the window's is known, and the part's loss may be a constant."""
-    return MicroBatch(batch, {})
-
-
 class Restarting:
     """Runs windows, and begins one again with smaller micro-batches where memory runs out.
 
@@ -52,16 +47,11 @@ class Restarting:
         engine: runs the micro-steps. Where it does not restart windows, an error is raised as it is, and its shape is
             marked for the next start.
         run: one window.
-        retries: gives the allocations that the device's allocator had to try again since the start.
     """
 
-    def __init__(
-        self, engine: Engine, run: Callable[..., Outcome] = run_window, *, retries: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, run: Callable[..., Outcome] = run_window) -> None:
         self._engine, self._run, self._marks = engine, run, engine.memory_marks
-        if retries is None and engine.device.type == "cuda":
-            retries = partial(_allocation_retries, engine.device)
-        self._retries, self._retried, self._rising = retries, 0, 0
+        self._retried = self._rising = 0  # allocations since the start; windows in a row with more of them
 
     def run(self, window: Window, loss: Loss, records: RecordedWindow | None = None, **options: Any) -> Outcome:
         """Runs ``window``, as often as memory runs out in it.
@@ -77,10 +67,10 @@ class Restarting:
         """
         engine, marks = self._engine, self._marks
         restarts = engine.restart is not Restart.REFUSED
-        plan = fitting(window, engine) if restarts and marks.any_failed else window
         while True:
+            plan = fitting(window, engine) if restarts else window
             shapes = [shape_of(micro.batch) for micro in plan.micro_batches] if restarts else []
-            engine.defer_reduction = bool(shapes) and not (shapes[-1] in marks.seen or marks.is_proven(shapes[-1]))
+            engine.defer_reduction = bool(shapes) and not marks.is_proven(shapes[-1])
             if records is not None:
                 records.begin(plan)
             try:
@@ -93,13 +83,11 @@ class Restarting:
                 torch.cuda.empty_cache()
             if engine.restart is Restart.TOO_LATE:
                 return self._give_up(plan, said)
-            self._mark(plan, engine.activity.done, loss, said)
+            self._mark(plan, loss, said)
             engine.zero_gradients()
-            plan = fitting(window, engine)
-        for shape in set(shapes) - marks.seen:
-            if not marks.is_proven(shape):
-                marks.prove(Shape(*shape))
-        if self._retries is not None:
+        for shape in set(shapes):
+            marks.prove(shape)
+        if shapes:
             self._watch(plan, loss)
         return outcome
 
@@ -108,25 +96,31 @@ class Restarting:
         engine = self._engine
         if not is_out_of_memory(error):
             raise error
-        if engine.activity.phase is Phase.STEP:  # weights may have moved, here and on the other ranks
+        if engine.activity.phase is Phase.STEP or not plan.micro_batches:  # weights may have moved; or nothing is cut
             raise error
         if isinstance(loss, InOrder):  # of the whole window
             raise out_of_memory(error, engine.world) from error
         if engine.restart is Restart.REFUSED:
-            if plan.micro_batches:
-                shape = Shape(*shape_of(plan.micro_batches[engine.activity.done].batch))
-                self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))
+            shape = shape_of(plan.micro_batches[engine.activity.done].batch)
+            self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))
             raise error
         return (str(error).splitlines() or [type(error).__name__])[0]
 
-    def _mark(self, plan: Window, i: int, loss: Loss, said: str) -> None:
-        """Marks the shape of micro-batch ``i`` as too large; raises ResourceError where it cannot be cut."""
-        shape, place = Shape(*shape_of(plan.micro_batches[i].batch)), self._engine.activity.now()
-        self._marks.fail(shape, apart=False)
-        before = [micro.batch for micro in plan.micro_batches[:i]]
-        if why := why_whole(self._engine, plan, i, loss, before):
-            raise self._refusal(str(place), i, shape, said, why)
-        self._marks.fail(shape)
+    def _mark(self, plan: Window, loss: Loss, said: str) -> None:
+        """Marks the shape of the micro-batch that failed as too large; ResourceError where it cannot be cut."""
+        i, place = self._engine.activity.done, self._engine.activity.now()
+        shape = shape_of(plan.micro_batches[i].batch)
+        why = why_whole(self._engine, plan, i, loss, [micro.batch for micro in plan.micro_batches[:i]])
+        self._marks.fail(shape, apart=not why)
+        if why:
+            same = "the global batch and its gradient stay the same"
+            lower = f"Lower batch.micro_size ({same}), use" if shape.rows > 1 else "Use"
+            raise ResourceError(
+                f"out of memory in {place}, micro-batch {i + 1} of this rank: {said}. It has {shape.rows} x "
+                f"{shape.elements} elements and cannot be finished in parts: {why}. {memory_by_part(self._engine)}. "
+                f"{lower} activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
+            )
+        self._marks.looked = True
         _log.warning(
             "out of memory in %s, micro-batch %d of %d (%s) on this rank: the window begins again, and the gradient is "
             "the same; from here on such micro-batches are run in parts",
@@ -136,19 +130,10 @@ class Restarting:
             shape,
         )
 
-    def _refusal(self, place: str, i: int, shape: Shape, said: str, why: str) -> ResourceError:
-        lower = "lower batch.micro_size (the global batch and its gradient stay the same), " if shape.rows > 1 else ""
-        remedy = f"{lower}use activation checkpointing, or an engine that shards the model (fsdp2, deepspeed)"
-        return ResourceError(
-            f"out of memory in {place}, micro-batch {i + 1} of this rank: {said}. It has {shape.rows} x "
-            f"{shape.elements} elements and cannot be finished in parts: {why}. {memory_by_part(self._engine)}. "
-            f"{remedy[0].upper()}{remedy[1:]}"
-        )
-
     def _give_up(self, plan: Window, said: str) -> Outcome:
         """Ends a window of which the other ranks have a part: they get NaN for the rest, and no rank steps."""
         engine, place = self._engine, self._engine.activity.now()
-        self._marks.fail(Shape(*shape_of(plan.micro_batches[-1].batch)), apart=False)  # which defers its reduction
+        self._marks.fail(shape_of(plan.micro_batches[-1].batch), apart=False)  # which defers its reduction
         engine.give_up()
         why = f"rank {engine.world.rank} gave up its window, out of memory in {place}: {said}"
         step = replace(engine.step(), given_up=why)
@@ -159,18 +144,23 @@ class Restarting:
 
         A device that is nearly full frees its cache and tries again, which is slow.
         """
-        assert self._retries is not None
-        found = self._retries()
+        found = _allocation_retries(self._engine.device)
         self._rising = self._rising + 1 if found > self._retried else 0
         self._retried = found
-        if self._rising < _RISING or not plan.micro_batches:
+        if self._rising < _RISING:
             return
         self._rising = 0
-        shapes = [Shape(*shape_of(micro.batch)) for micro in plan.micro_batches]
-        i = max(range(len(shapes)), key=lambda n: shapes[n].rows * shapes[n].elements)
+        shapes = [shape_of(micro.batch) for micro in plan.micro_batches]
+        i = max(range(len(shapes)), key=lambda n: math.prod(shapes[n]))
         if not why_whole(self._engine, plan, i, loss):
             self._marks.fail(shapes[i])
+            self._marks.looked = True
             _log.warning("memory is short: micro-batches from %s on are run in parts from here on", shapes[i])
+
+
+def _allocation_retries(device: torch.device) -> int:
+    """Allocations that a GPU's allocator had to try again since the start."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequence[Any] = ()) -> str:
@@ -189,9 +179,7 @@ def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequen
     from distaccum.verification.parts import why_not_cut  # noqa: PLC0415  few windows run out of memory
 
     batch = window.micro_batches[i].batch
-    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows), before)
-    engine.memory_marks.looked = engine.memory_marks.looked or not why
-    return why
+    return why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows), before)
 
 
 def check_marks(engine: Engine, window: Window, loss: Loss) -> None:
@@ -203,17 +191,13 @@ def check_marks(engine: Engine, window: Window, loss: Loss) -> None:
             collective.
     """
     together, world = engine.facts.forward_communicates, engine.world
-    rows = [_rows(window, i) for i in range(len(window.micro_batches))]
+    rows = _rows(window)
     most = max(rows, default=0)
     if together:  # as many forwards on every rank
         most = -world.all_reduce_max_host([-most])[0]
     if most <= 1:
         return
-    i = max(range(len(rows)), key=rows.__getitem__)
-    from distaccum.verification.parts import why_not_cut  # noqa: PLC0415  as above
-
-    batch = window.micro_batches[i].batch
-    why = why_not_cut(engine, loss, lambda start, stop: cut(batch, start, stop, rows[i]))
+    why = why_whole(engine, window, rows.index(max(rows)), loss)
     said = world.all_gather_names([why] if why else []) if together else [why] if why else []
     if said:
         raise ResourceError(
@@ -223,7 +207,7 @@ def check_marks(engine: Engine, window: Window, loss: Loss) -> None:
     engine.memory_marks.looked = True
 
 
-def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] = without_count) -> Window:
+def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] | None = None) -> Window:
     """The window with micro-batches that fit, as far as the engine's marks say; the counts stay the same.
 
     Where a forward is a collective all ranks run as many parts of their n-th micro-batch, which is a collective too.
@@ -232,13 +216,13 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
     Args:
         window: has not begun.
         engine: knows the marks.
-        count: of a part.
+        count: of a part; None where the window's is enough, as a part's loss may be a constant.
     """
     marks = engine.memory_marks
-    if not marks.any_failed or engine.facts.numerics.fixed_order:  # a part would have other bits
+    if not marks.failed or engine.facts.numerics.fixed_order:  # a part would have other bits
         return window
-    rows = [_rows(window, i) for i in range(len(window.micro_batches))]
-    numbers = [marks.parts(Shape(*shape_of(micro.batch))) for micro in window.micro_batches]
+    rows = _rows(window)
+    numbers = [marks.parts(shape_of(micro.batch)) for micro in window.micro_batches]
     if engine.facts.forward_communicates:
         (most,) = engine.world.all_reduce_max_host([len(numbers)])
         numbers = engine.world.all_reduce_max_host([*numbers, *[1] * (most - len(numbers))])
@@ -252,8 +236,11 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
     parts = []
     for i, start, stop in spans:
         whole = window.micro_batches[i]
-        parts.append(whole if stop - start == rows[i] else count(cut(whole.batch, start, stop, rows[i])))
-    if count is not without_count and not _same_counts(window.micro_batches, parts):
+        if stop - start < rows[i]:
+            part = cut(whole.batch, start, stop, rows[i])
+            whole = count(part) if count else MicroBatch(part, {})
+        parts.append(whole)
+    if count and not _same_counts(window.micro_batches, parts):
         return window
 
     def ids() -> list[Sequence[int]]:
@@ -263,9 +250,8 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
 
     def rows_of_part(n: int) -> int | None:
         i, start, stop = spans[n]
-        if stop - start < rows[i]:
-            return stop - start
-        return None if window.rows is None else window.rows(i)  # perhaps one that cannot be cut
+        assert window.rows is not None
+        return stop - start if stop - start < rows[i] else window.rows(i)  # perhaps one that cannot be cut
 
     return replace(
         window,
@@ -273,30 +259,24 @@ def fitting(window: Window, engine: Engine, count: Callable[[Any], MicroBatch] =
         ids=ids,
         keys=[window.own_key(i, start) or 0 for i, start, _ in spans] if window.keys else (),
         key_at=lambda n, place: window.own_key(spans[n][0], spans[n][1] + place) or 0,
-        rows=None if window.rows is None else rows_of_part,
+        rows=rows_of_part,
     )
 
 
-def _rows(window: Window, i: int) -> int:
-    try:
-        return rows_of(window, i)
-    except CannotCutError:
-        return 1
+def _rows(window: Window) -> list[int]:
+    """Of each micro-batch; 1 of one that cannot be cut."""
+    found = []
+    for i in range(len(window.micro_batches)):
+        try:
+            found.append(rows_of(window, i))
+        except CannotCutError:
+            found.append(1)
+    return found
 
 
 def _same_counts(whole: Sequence[MicroBatch], parts: Sequence[MicroBatch]) -> bool:
     """Whether what is counted is the same: what counts a micro-batch and no sample must not be divided."""
-
-    def totals(micros: Sequence[MicroBatch]) -> Mapping[str, float]:
-        names = {name for micro in micros for name in micro.counts}
-        return {name: sum(micro.counts.get(name, 0.0) for micro in micros) for name in names}
-
-    before, after = totals(whole), totals(parts)
     return all(
-        abs(before.get(name, 0.0) - after.get(name, 0.0)) <= 1e-6 * max(before.get(name, 0.0), after.get(name, 0.0))
-        for name in {*before, *after}
+        math.isclose(*(sum(micro.counts.get(name, 0.0) for micro in micros) for micros in (whole, parts)), rel_tol=1e-6)
+        for name in {name for micro in (*whole, *parts) for name in micro.counts}
     )
-
-
-def _allocation_retries(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +28,9 @@ def rows_of(window: Window, i: int) -> int:
         raise CannotCutError("its loader does not say how many samples it has")
     rows = window.rows(i)
     if rows is None:
-        sizes = sorted(set(_first_dimensions(batch)))
+        found: list[Any] = []
+        map_tensors(batch, found.append, lambda value: found.append(value) if isinstance(value, np.ndarray) else None)
+        sizes = sorted({value.shape[0] if value.ndim else 0 for value in found})
         if len(sizes) != 1:
             raise CannotCutError(f"its tensors have the first dimensions {sizes}")
         (rows,) = sizes
@@ -63,23 +65,35 @@ def cut(batch: Any, start: int, stop: int, rows: int) -> Any:
     return rebuild(batch, lambda part: cut(part, start, stop, rows))
 
 
-def shape_of(batch: Any) -> tuple[int, int]:
-    """The rows of a batch's largest tensor, and the elements of each: of tokens the padded length."""
+class Shape(NamedTuple):
+    """Of a micro-batch: its rows, and the elements of each; of token data the padded length."""
+
+    rows: int
+    elements: int
+
+    def fits_in(self, other: Shape) -> bool:
+        """Whether it is no larger in either direction, so that it takes no more memory."""
+        return self.rows <= other.rows and self.elements <= other.elements
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.elements}"
+
+
+def shape_of(batch: Any) -> Shape:
+    """The rows of a batch's largest tensor, and the elements of each."""
+    tensors: list[Tensor] = []
     kind = type(batch)
-    parts = batch.values() if kind is dict else batch if kind is tuple or kind is list else None
+    parts = batch.values() if kind is dict else batch if kind is tuple or kind is list else (batch,)
+    for part in parts:  # no call of ours a part: it is asked for every micro-batch
+        if isinstance(part, Tensor):
+            tensors.append(part)
+        else:
+            map_tensors(part, tensors.append)
     rows = most = 0
-    for part in parts or ():  # no call of ours a part: it is asked for every micro-batch
-        if not isinstance(part, Tensor):
-            parts = None
-            break
-        if part.ndim and part.numel() > most:
-            rows, most = part.shape[0], part.numel()
-    if parts is None:
-        tensors: list[Tensor] = []
-        map_tensors(batch, tensors.append)
-        largest = max((t for t in tensors if t.ndim), key=Tensor.numel, default=None)
-        rows, most = (0, 0) if largest is None else (largest.shape[0], largest.numel())
-    return rows, most // rows if rows else 0
+    for tensor in tensors:
+        if tensor.ndim and tensor.numel() > most:
+            rows, most = tensor.shape[0], tensor.numel()
+    return Shape(rows, most // rows if rows else 0)
 
 
 def _has_one_each(values: list[Any] | tuple[Any, ...]) -> bool:
@@ -108,14 +122,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value), tuple((key, _kind(part)) for key, part in value.items())
     return type(value)
-
-
-def _first_dimensions(batch: Any) -> Iterator[int]:
-    """Of every tensor and array in a batch; 0 for a single number."""
-    found: list[int] = []
-    map_tensors(
-        batch,
-        lambda tensor: found.append(int(tensor.shape[0]) if tensor.ndim else 0),
-        lambda value: found.append(len(value) if value.ndim else 0) if isinstance(value, np.ndarray) else None,
-    )
-    yield from found

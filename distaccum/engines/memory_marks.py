@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distaccum.config.checks import size_of
+from distaccum.data.cutting import Shape
 from distaccum.distributed.memory import LiveMemory
 from distaccum.engines.modules import to_local
 from distaccum.engines.rules import trial_copy
@@ -62,20 +63,6 @@ def _bytes_per_element(optimizer: Optimizer, dtype: torch.dtype) -> float:
     return kept / elements
 
 
-class Shape(NamedTuple):
-    """Of a micro-batch: its rows, and the elements of each; of token data the padded length."""
-
-    rows: int
-    elements: int
-
-    def fits_in(self, other: Shape) -> bool:
-        """Whether it is no larger in either direction, so that it takes no more memory."""
-        return self.rows <= other.rows and self.elements <= other.elements
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.elements}"
-
-
 class MemoryMarks:
     """Shapes that ran, and shapes that ran out of memory.
 
@@ -84,34 +71,19 @@ class MemoryMarks:
     """
 
     def __init__(self) -> None:
-        self._proven: list[Shape] = []  # the largest ones
-        self._failed: list[Shape] = []  # the smallest ones
-        self.seen: set[tuple[int, int]] = set()
-        """Shapes that were found proven when they were asked for, as long as they are: asked for without a call."""
+        self._proven: Sequence[Shape] = ()  # the largest ones
+        self.failed: Sequence[Shape] = ()
+        """The smallest shapes that failed."""
         self.looked = False
         """Whether some samples were looked at in this process, and may be cut."""
 
-    @property
-    def any_failed(self) -> bool:
-        """Whether some shape is too large."""
-        return bool(self._failed)
-
-    @property
-    def failed(self) -> Sequence[Shape]:
-        """The smallest shapes that failed."""
-        return tuple(self._failed)
-
-    def is_proven(self, shape: tuple[int, int]) -> bool:
+    def is_proven(self, shape: Shape) -> bool:
         """Whether it is known to fit."""
-        rows, elements = shape
-        if any(rows <= proven[0] and elements <= proven[1] for proven in self._proven):
-            self.seen.add((rows, elements))
-            return True
-        return False
+        return any(shape.fits_in(proven) for proven in self._proven)
 
     def is_too_large(self, shape: Shape) -> bool:
         """Whether it is known not to fit."""
-        return any(failed.fits_in(shape) for failed in self._failed)
+        return any(failed.fits_in(shape) for failed in self.failed)
 
     def parts(self, shape: Shape) -> int:
         """Into how many parts of equal rows it is to be cut: a power of two, or as many as it has rows."""
@@ -122,25 +94,23 @@ class MemoryMarks:
 
     def prove(self, shape: Shape) -> None:
         """Notes that it ran."""
-        self._failed = [failed for failed in self._failed if not failed.fits_in(shape)]
         if not self.is_proven(shape):
-            self._proven = [*(proven for proven in self._proven if not proven.fits_in(shape)), shape]
+            self.failed = tuple(failed for failed in self.failed if not failed.fits_in(shape))
+            self._proven = (*(proven for proven in self._proven if not proven.fits_in(shape)), shape)
 
     def fail(self, shape: Shape, *, apart: bool = True) -> None:
         """Notes that it ran out of memory; of a single row, or if not ``apart``, nobody can cut it."""
-        self._proven = [proven for proven in self._proven if not shape.fits_in(proven)]
-        self.seen.clear()
+        self._proven = tuple(proven for proven in self._proven if not shape.fits_in(proven))
         if apart and shape.rows > 1 and not self.is_too_large(shape):
-            self._failed = [*(failed for failed in self._failed if not shape.fits_in(failed)), shape]
+            self.failed = (*(failed for failed in self.failed if not shape.fits_in(failed)), shape)
 
     def state_dict(self) -> dict[str, Any]:
         """The shapes, as values that JSON can hold."""
-        return {"proven": list(map(list, self._proven)), "failed": list(map(list, self._failed))}
+        return {"proven": list(map(list, self._proven)), "failed": list(map(list, self.failed))}
 
     def load_state_dict(self, state: Mapping[str, Iterable[Sequence[int]]]) -> None:
         """Restores :meth:`state_dict`; what is missing there is not known."""
-        self.seen.clear()
-        self._proven, self._failed = ([Shape(*shape) for shape in state.get(name, ())] for name in ("proven", "failed"))
+        self._proven, self.failed = (tuple(Shape(*one) for one in state.get(name, ())) for name in ("proven", "failed"))
 
 
 def memory_by_part(engine: Engine) -> str:

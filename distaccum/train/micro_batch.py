@@ -18,13 +18,14 @@ from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.rehearsal import rehearse
 from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.checkpoint.files import ABSENT, write_json
+from distaccum.data.cutting import Shape
 from distaccum.data.host_memory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.memory_marks import MemoryMarks, Shape
+from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.errors import ResourceError, shorten
 from distaccum.train.checks import most_ahead
 from distaccum.train.components import TrainingComponents

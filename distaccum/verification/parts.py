@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,14 +61,6 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any], bef
         return f"nobody can tell whether its gradient is a sum over samples, some of which end in {said}"
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One forward and backward."""
-
-    loss: float
-    gradients: Sequence[Tensor | None]
-
-
 class _Look:
     """Runs forwards and backwards that begin alike, and accumulate nothing."""
 
@@ -83,21 +74,20 @@ class _Look:
 
     def compare(self, rows: Callable[[int, int], Any]) -> str:
         """The whole comes once more at the end: what a forward carries over to the next one is another part's then."""
-        together = self._measure(rows(0, 2))
+        together, gradients = self._measure(rows(0, 2))
         moves = bool(self._buffers.changed())
-        apart = [self._measure(rows(0, 1)), self._measure(rows(1, 2))]
-        once_more = self._measure(rows(0, 2)).loss
+        (first, of_first), (second, of_second) = self._measure(rows(0, 1)), self._measure(rows(1, 2))
+        once_more, _ = self._measure(rows(0, 2))
         if self.constants.own:
             return "its forward draws from a generator of its own"
-        if not abs(once_more - together.loss) <= _REPEATS * max(abs(once_more), abs(together.loss)):
-            return f"the loss of the same samples is {together.loss:.6g}, and {once_more:.6g} once more"
+        if not abs(once_more - together) <= _REPEATS * max(abs(once_more), abs(together)):
+            return f"the loss of the same samples is {together:.6g}, and {once_more:.6g} once more"
         if self._strange:
             return _STRANGE
         rounding = _ROUNDING_16 if in_16_bits(self._engine) else _ROUNDING
-        sums = sum(one.loss for one in apart)
-        if not abs(sums - together.loss) <= rounding * max(abs(together.loss), *(abs(one.loss) for one in apart)):
-            return f"its loss is no sum over samples: {together.loss:.6g} together and {sums:.6g} apart"
-        said = _gradients(self.weights, together.gradients, [one.gradients for one in apart], rounding)
+        if not abs(first + second - together) <= rounding * max(abs(together), abs(first), abs(second)):
+            return f"its loss is no sum over samples: {together:.6g} together and {first + second:.6g} apart"
+        said = _gradients(self.weights, gradients, [of_first, of_second], rounding)
         return said or ("its forward changes buffers, and parts of it would change them once each" if moves else "")
 
     def reached(self, batches: Iterable[Any]) -> str:
@@ -109,15 +99,15 @@ class _Look:
                 return _STRANGE
         return ""
 
-    def _measure(self, batch: Any) -> _Measured:
-        """The loss of a batch on the host, and its gradient."""
+    def _measure(self, batch: Any) -> tuple[float, Sequence[Tensor | None]]:
+        """The loss of a batch on the host, and its gradient: of one forward and backward."""
         weights = list(self.weights.values())
         gradients: Sequence[Tensor | None] = [None] * len(weights)
         with self._random.keyed(_KEYS, 0):
             total = self._total(batch)
             if weights and total.requires_grad:
                 gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        return _Measured(float(total.detach()), gradients)
+        return float(total.detach()), gradients
 
     def _total(self, batch: Any) -> Tensor:
         """The loss of a batch on the host; notes whether it reaches what is not the model's."""

@@ -280,8 +280,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "a shape that is not known to fit reduces as it goes",
                 (
                     "accumulation/restart.py",
-                    "engine.defer_reduction = bool(shapes) and not (",
-                    "engine.defer_reduction = False and (",
+                    "engine.defer_reduction = bool(shapes) and not marks.is_proven(",
+                    "engine.defer_reduction = False and not marks.is_proven(",
                 ),
             ),
             (
@@ -289,8 +289,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "a part is left out",
                 (
                     "accumulation/restart.py",
-                    "cut(whole.batch, start, stop, rows[i])))",
-                    "cut(whole.batch, 0, stop - start, rows[i])))",
+                    "cut(whole.batch, start, stop, rows[i])\n",
+                    "cut(whole.batch, 0, stop - start, rows[i])\n",
                 ),
             ),
             (
@@ -305,7 +305,11 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 f"{REFUSED}memory_that_is_over_in_the_optimizers_step_is_an_error",
                 "a window begins again that was stepped on",
-                ("accumulation/restart.py", "        if engine.activity.phase is Phase.STEP:", "        if False:"),
+                (
+                    "accumulation/restart.py",
+                    "if engine.activity.phase is Phase.STEP or not plan.micro_batches:",
+                    "if not plan.micro_batches:",
+                ),
             ),
             (
                 f"{REFUSED}hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward",
@@ -335,8 +339,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "what was refused is a mark all the same",
                 (
                     "accumulation/restart.py",
-                    "self._marks.fail(shape, apart=False)\n        before",
-                    "self._marks.fail(shape)\n        before",
+                    "self._marks.fail(shape, apart=not why)",
+                    "self._marks.fail(shape)",
                 ),
             ),
             (

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DataSpec, World
+from distaccum.accumulation import restart
 from distaccum.accumulation import step as accumulation_step
-from distaccum.accumulation.restart import Restarting
-from distaccum.engines.memory_marks import Shape
+from distaccum.data.cutting import Shape
 from distaccum.errors import ResourceError
 
 MICRO, WINDOW = 4, 8
@@ -150,7 +150,7 @@ def test_a_loss_that_is_no_sum_is_not_cut(
     with pytest.raises(ResourceError, match=why):
         acc.step(window, loss)
     assert torch.equal(model.layer.weight, before)
-    assert not acc.engine.memory_marks.any_failed  # so that nobody cuts it later, or begins again with less
+    assert not acc.engine.memory_marks.failed  # so that nobody cuts it later, or begins again with less
     acc.abandon()
     acc.close()
 
@@ -177,11 +177,11 @@ def test_a_checkpoints_marks_cut_nothing_that_may_not_be_cut(gloo_world: World) 
     ids=["sum", "no sum", "counts"],
 )
 def test_two_windows_of_rising_retries_lower_the_mark(
-    gloo_world: World, loss: Any, change: Callable[[Any], None], falls: bool
+    gloo_world: World, loss: Any, change: Callable[[Any], None], falls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acc, data = accumulator(gloo_world, Line(change), samples=6 * WINDOW)
     retries = iter((0, 3, 3, 4, 5, 5))
-    vars(acc)["_restarting"] = Restarting(acc.engine, retries=lambda: next(retries))
+    monkeypatch.setattr(restart, "_allocation_retries", lambda _: next(retries))
     found = []
     for window in acc.windows(data):
         acc.step(window, loss)
@@ -204,7 +204,7 @@ def test_memory_that_is_over_in_the_optimizers_step_is_an_error(gloo_world: Worl
     with pytest.raises(torch.OutOfMemoryError):
         acc.step(next(acc.windows(data)), squares)
     assert model.forwards == WINDOW // MICRO
-    assert not acc.engine.memory_marks.any_failed
+    assert not acc.engine.memory_marks.failed
     torch.testing.assert_close(model.layer.bias.detach(), expected)
     acc.abandon()
     acc.close()

@@ -17,9 +17,8 @@ from distaccum import Accumulator, World
 from distaccum import functional as da
 from distaccum.config.compile import CompileConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
-from distaccum.data.cutting import shape_of
+from distaccum.data.cutting import Shape, shape_of
 from distaccum.distributed.random import KeyedRandom
-from distaccum.engines.memory_marks import Shape
 from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.testing.counters import OperationCounter
 from distaccum.tools.diagnose import diagnose
@@ -544,7 +543,7 @@ def test_memory_that_is_over_in_the_second_pass_is_said(gloo_world: World) -> No
             acc.step(window, loss)
         break
     assert torch.equal(flat(model), before)
-    assert not acc.engine.memory_marks.any_failed  # nothing is cut because of it
+    assert not acc.engine.memory_marks.failed  # nothing is cut because of it
 
 
 def test_a_loop_of_ones_own_is_told_to_step(gloo_world: World) -> None:

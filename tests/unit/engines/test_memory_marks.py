@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from distaccum.engines.memory_marks import MemoryMarks, Shape
+from distaccum.data.cutting import Shape
+from distaccum.engines.memory_marks import MemoryMarks
 
 
 def test_a_shape_is_proven_by_one_that_is_no_smaller_in_either_direction() -> None:
@@ -37,7 +38,7 @@ def test_what_runs_after_all_is_not_too_large() -> None:
     marks.prove(Shape(6, 100))
     assert marks.is_proven(Shape(4, 100))
     assert not marks.is_too_large(Shape(4, 100))
-    assert not marks.any_failed
+    assert not marks.failed
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_a_single_row_cannot_be_cut_and_is_not_noted() -> None:
     marks = MemoryMarks()
     marks.prove(Shape(4, 100))
     marks.fail(Shape(1, 100))
-    assert not marks.any_failed
+    assert not marks.failed
     assert not marks.is_proven(Shape(1, 100))
 
 
@@ -79,4 +80,4 @@ def test_marks_outlive_the_process_as_json() -> None:
     assert again.is_proven(Shape(2, 3))
     assert again.is_too_large(Shape(4, 5))
     again.load_state_dict({})  # of an older checkpoint
-    assert not again.any_failed
+    assert not again.failed

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from distaccum.data.cutting import Shape
 from distaccum.distributed.world import World
-from distaccum.engines.memory_marks import MemoryMarks, Shape
+from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.train.failure import RUN_NOTE
 from distaccum.train.micro_batch import NAME, ended_by_memory, memory_noted, noted_for_launcher
 from distaccum.train.run_dir import RunDir
@@ -41,7 +42,7 @@ def _fails(folder: Path, world: World, *, resume: str = "never", error: Exceptio
 def test_the_next_start_takes_it_up_once(gloo_world: World, tmp_path: Path) -> None:
     _fails(tmp_path, gloo_world)
     assert ended_by_memory(tmp_path)
-    assert not _known(tmp_path, gloo_world, "another").any_failed
+    assert not _known(tmp_path, gloo_world, "another").failed
     _fails(tmp_path, gloo_world)
     assert _known(tmp_path, gloo_world).failed == (Shape(8, 16),)
     assert not ended_by_memory(tmp_path)  # of the start that has taken it up
@@ -60,7 +61,7 @@ def test_a_damaged_note_is_passed_over_with_a_warning(
     content: str, gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / NAME).write_text(content)
-    assert not _known(tmp_path, gloo_world).any_failed
+    assert not _known(tmp_path, gloo_world).failed
     assert "memory.json is passed over, so that nothing is cut because of it" in caplog.text
     assert not ended_by_memory(tmp_path)
 
