@@ -166,10 +166,9 @@ class AccumulatorSettings:
 
     def prepare(self, model: nn.Module, world: World) -> EngineContext:
         """The settings of the engine, checked against the model; see ``engines.factory.prepare``."""
-        return prepare(
-            model,
-            engine=self.engine,
-            precision=self.precision,
+        context = EngineContext(
+            engine=engine_config(self.engine),
+            precision=PrecisionConfig.of(self.precision),
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             global_batch_size=self.sizes["global_batch_size"],
@@ -177,6 +176,7 @@ class AccumulatorSettings:
             world_size=world.size,
             device=world.device,
             seed=self.seed,
-            compile=self.compile,
+            compile=CompileConfig.of(self.compile),
             numerics=Numerics.of(self.numerics, self.virtual_ranks),
         )
+        return prepare(model, context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.checks import require_positive_number, whole_number
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig
 from distaccum.config.precision import PrecisionConfig
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.optimizer_step import StepOptions
+from distaccum.errors import ConfigError
 from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
@@ -36,41 +39,57 @@ class EngineBuilder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """A run's checked settings for its engine; ``factory.prepare`` makes it.
+    """A run's settings for its engine; ``factory.prepare`` checks them against the model.
 
     Args:
         engine: the engine's settings.
         precision: the precision's settings.
-        policy: the policy made from ``precision``.
+        world_size: number of ranks.
+        device: this rank's.
         clip_norm: largest norm of the global gradient; None: no clipping by norm.
         clip_value: largest absolute value of its elements; None: no clipping by value.
         global_batch_size, micro_batch_size: where they are known, for engines that state them in their own
             configuration.
-        world_size: number of ranks.
-        device: this rank's.
         seed: of weights that the engine makes.
         planned: True where the processes are not launched yet.
         compile: what of the model is compiled.
         numerics: how far sums may depend on the ranks.
         builder: what makes the engine in the factory's place; None: the factory.
         generated: the engine's own configuration, as its check generated it; empty for most.
+
+    Raises:
+        ConfigError: a number that is none, or both ways to clip.
     """
 
     engine: EngineConfig
     precision: PrecisionConfig
-    policy: PrecisionPolicy
-    clip_norm: float | None
-    clip_value: float | None
-    global_batch_size: int | None
-    micro_batch_size: int | None
     world_size: int
     device: torch.device
-    seed: int
-    planned: bool
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    seed: int = 0
+    planned: bool = False
     compile: CompileConfig = field(default_factory=CompileConfig)
     numerics: Numerics = field(default_factory=Numerics)
     builder: EngineBuilder | None = None
     generated: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and self.clip_value is not None:
+            problem = f"and clip_norm={self.clip_norm} too"
+            raise ConfigError("clip_value", self.clip_value, problem, "Give one of them")
+        require_positive_number("clip_norm", self.clip_norm)
+        require_positive_number("clip_value", self.clip_value)
+        for key in ("global_batch_size", "micro_batch_size", "seed"):
+            if (value := getattr(self, key)) is not None:
+                whole_number(key, value)
+
+    @cached_property
+    def policy(self) -> PrecisionPolicy:
+        """The number formats that :attr:`precision` describes."""
+        return PrecisionPolicy.of(self.precision)
 
     @property
     def micro_steps(self) -> int | None:

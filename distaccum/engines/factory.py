@@ -17,12 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from distaccum.config.checks import (
-    GLOO,
-    require,
-    require_positive_number,
-    whole_number,
-)
+from distaccum.config.checks import GLOO, require
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import (
     DDPConfig,
@@ -35,13 +30,12 @@ from distaccum.config.engine import (
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.context import EngineBuilder, EngineContext
+from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ConfigError, shorten
 from distaccum.precision import hardware
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
 
 if TYPE_CHECKING:
@@ -180,10 +174,9 @@ def create_engine(
             nobody would reduce, or that are another optimizer's; or the model or the hardware cannot do what engine and
             precision ask for.
     """
-    context = prepare(
-        model,
-        engine=engine,
-        precision=precision,
+    context = EngineContext(
+        engine=engine_config(engine),
+        precision=PrecisionConfig.of(precision),
         clip_norm=clip_norm,
         clip_value=clip_value,
         global_batch_size=global_batch_size,
@@ -191,67 +184,18 @@ def create_engine(
         world_size=world.size,
         device=world.device,
         seed=seed,
-        compile=compile,
-        numerics=numerics,
-    )
-    return create(context, model, optimizer, world)
-
-
-def prepare(
-    model: nn.Module,
-    *,
-    engine: str | EngineConfig,
-    precision: str | PrecisionConfig,
-    clip_norm: float | None,
-    clip_value: float | None,
-    global_batch_size: int | None,
-    micro_batch_size: int | None,
-    world_size: int,
-    device: torch.device,
-    seed: int,
-    planned: bool = False,
-    compile: str | CompileConfig = "none",  # noqa: A002
-    numerics: str | Numerics = "fast",
-    builder: EngineBuilder | None = None,
-) -> EngineContext:
-    """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
-
-    Args:
-        model, engine, precision, clip_norm, clip_value, global_batch_size, micro_batch_size, seed, compile, numerics:
-            see :func:`create_engine`.
-        world_size: number of ranks.
-        device: this rank's.
-        planned: True where the processes are not launched yet.
-        builder: makes the engine in the place of this factory.
-
-    Raises:
-        ConfigError: no such engine or policy, or the model or the hardware cannot do what they ask for.
-    """
-    if clip_norm is not None and clip_value is not None:
-        raise ConfigError("clip_value", clip_value, f"and clip_norm={clip_norm} too", "Give one of them")
-    require_positive_number("clip_norm", clip_norm)
-    require_positive_number("clip_value", clip_value)
-    given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "seed": seed}
-    for key, value in given.items():
-        if value is not None:
-            whole_number(key, value)
-    precision = PrecisionConfig.of(precision)
-    context = EngineContext(
-        engine=engine_config(engine),
-        precision=precision,
-        policy=PrecisionPolicy.of(precision),
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        world_size=world_size,
-        device=device,
-        seed=seed,
-        planned=planned,
         compile=CompileConfig.of(compile),
         numerics=Numerics.of(numerics),
-        builder=builder,
     )
+    return create(prepare(model, context), model, optimizer, world)
+
+
+def prepare(model: nn.Module, context: EngineContext) -> EngineContext:
+    """The first half of :func:`create_engine`, which needs no process group: settings, checked against the model.
+
+    Raises:
+        ConfigError: the model or the hardware cannot do what they ask for.
+    """
     return replace(context, generated=check_engine(model, context))
 
 

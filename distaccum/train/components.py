@@ -19,8 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
 from distaccum.config.checks import LASTS, Node
-from distaccum.config.engine import FSDP2Config
+from distaccum.config.compile import CompileConfig
+from distaccum.config.engine import FSDP2Config, engine_config
 from distaccum.config.instantiate import build, target_of
+from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
 from distaccum.config.secrets import redact
 from distaccum.data.adapters import to_data_spec
@@ -224,11 +226,10 @@ def build_components(
 
 def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | None) -> EngineContext:
     config = stated.config
-    return prepare(
-        stated.model,
-        engine=config.engine,
-        precision=config.precision,
-        compile=config.compile,
+    context = EngineContext(
+        engine=engine_config(config.engine),
+        precision=PrecisionConfig.of(config.precision),
+        compile=CompileConfig.of(config.compile),
         clip_norm=config.optim.clip_norm,
         clip_value=config.optim.clip_value,
         global_batch_size=config.batch.global_size,
@@ -240,6 +241,7 @@ def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | N
         numerics=_numerics(config),
         builder=builder,
     )
+    return prepare(stated.model, context)
 
 
 def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | StreamPlan:

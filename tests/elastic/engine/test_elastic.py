@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator
 from distaccum.accumulation.settings import AccumulatorSettings
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
+from distaccum.config.precision import PrecisionConfig
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.plan.units import UnitPlan, joined
@@ -24,6 +25,7 @@ from distaccum.elastic.engine.tree import PartialWindow
 from distaccum.elastic.engine.window import Again, ContinuedPlan, SecondAssignment, SharedOutcome, run_window
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
+from distaccum.engines.numerics import Numerics
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import SINGLE
@@ -60,21 +62,19 @@ def accumulator(
     generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05, generator=generator)
-    prepared = prepare(
-        model,
+    context = EngineContext(
         # Several buckets, of which torch makes the first of 1 MiB.
         engine=DDPConfig(bucket_cap_mb=0.001, find_unused_parameters=unused and finds),
-        precision=precision,
+        precision=PrecisionConfig(name=precision),
         clip_norm=1.0,
-        clip_value=None,
         global_batch_size=20,
         micro_batch_size=2,
         world_size=world.size,
         device=world.device,
-        seed=0,
-        numerics=numerics,
+        numerics=Numerics.of(numerics),
         builder=ElasticEngines() if elastic else None,
     )
+    prepared = prepare(model, context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = AccumulatorSettings(
         global_batch_size=20, micro_batch_size=2, count=LOSS.count, clip_norm=1.0, verify="never", seed=3
@@ -249,17 +249,14 @@ def test_replicas_are_refused() -> None:
 
 
 def _prepared(engine: EngineConfig) -> EngineContext:
-    return prepare(
-        nn.Sequential(nn.Linear(5, 4)),
+    context = EngineContext(
         engine=engine,
-        precision="fp32",
-        clip_norm=None,
-        clip_value=None,
+        precision=PrecisionConfig(),
         global_batch_size=20,
         micro_batch_size=2,
         world_size=2,
         device=torch.device("cpu"),
-        seed=0,
         planned=True,
         builder=ElasticEngines(),
     )
+    return prepare(nn.Sequential(nn.Linear(5, 4)), context)

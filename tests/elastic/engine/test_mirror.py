@@ -24,7 +24,9 @@ from distaccum.elastic.engine.ddp import own_state, resumable
 from distaccum.elastic.engine.shares import LostStateError, Share, Shares
 from distaccum.elastic.engine.window import run_window
 from distaccum.engines.base import EngineState
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
+from distaccum.engines.numerics import Numerics
 from distaccum.losses.cross_entropy import CrossEntropy
 from tests.support.threads import run_ranks
 
@@ -62,20 +64,18 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
         nn.init.normal_(parameter, std=0.05, generator=generator)
     settings = PrecisionConfig.of(precision)
     settings = replace(settings, scaler=replace(settings.scaler, initial_scale_power=8, growth_interval=2))
-    prepared = prepare(
-        model,
+    context = EngineContext(
         engine=Zero1Config(),
         precision=settings,
         clip_norm=1.0,
-        clip_value=None,
         global_batch_size=12,
         micro_batch_size=2,
         world_size=world.size,
         device=world.device,
-        seed=0,
-        numerics="reproducible",
+        numerics=Numerics.of("reproducible"),
         builder=ElasticEngines(),
     )
+    prepared = prepare(model, context)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     settings = AccumulatorSettings(
         global_batch_size=12,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, CompileConfig, DDPConfig, FSDP2Config
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, Zero1Config
+from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines import compiled
 from distaccum.engines.compiled import CompiledMethod, copied
@@ -85,18 +86,14 @@ def _check(
     engine: EngineConfig | None = None,
     precision: str = "fp32",
 ) -> EngineContext:
-    nothing: Any = dict.fromkeys(("clip_norm", "clip_value", "global_batch_size", "micro_batch_size"))
-    device = torch.device("cpu")
-    return prepare(
-        model,
+    context = EngineContext(
         engine=engine or DDPConfig(),
-        precision=precision,
-        **nothing,
+        precision=PrecisionConfig(name=precision),
         world_size=1,
-        device=device,
-        seed=0,
+        device=torch.device("cpu"),
         compile=compile,
     )
+    return prepare(model, context)
 
 
 def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:

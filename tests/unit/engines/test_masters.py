@@ -20,11 +20,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from distaccum import Accumulator, DataSpec
 from distaccum.checkpoint import state as checkpoint_state
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
+from distaccum.config.compile import CompileConfig
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.shuffle import Shuffle
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create_engine, prepare
 from distaccum.engines.modules import full_tensor
 from distaccum.engines.state import whole_state
@@ -385,19 +387,14 @@ def _prepared(
     compile: str = "none",  # noqa: A002  torch's own word
     **precision: Any,
 ) -> None:
-    prepare(
-        model,
-        engine=engine,
+    context = EngineContext(
+        engine=engine_config(engine),
         precision=PrecisionConfig(**{"name": WEIGHTS} | precision),
-        clip_norm=None,
-        clip_value=None,
-        global_batch_size=None,
-        micro_batch_size=None,
         world_size=1,
         device=torch.device("cpu"),
-        seed=0,
-        compile=compile,
+        compile=CompileConfig.of(compile),
     )
+    prepare(model, context)
 
 
 class _Variables(nn.Linear):

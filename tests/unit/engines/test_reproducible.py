@@ -18,14 +18,16 @@ from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, DataSpec
 from distaccum.config.batch import BatchConfig
+from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import prepare
-from distaccum.engines.numerics import Reproducible
+from distaccum.engines.numerics import Numerics, Reproducible
 from distaccum.errors import ConfigError, DataError, MisuseError
 from distaccum.functional import create_engine, plan_windows
 from distaccum.testing import single_process_world
@@ -53,16 +55,14 @@ def model_of(*layers: nn.Module) -> nn.Sequential:
 def prepared(model: nn.Module | None = None, engine: EngineConfig | None = None, **options: Any) -> Any:
     given: dict[str, Any] = {
         "engine": engine or DDPConfig(),
-        "precision": "fp32",
-        "clip_norm": None,
-        "clip_value": None,
+        "precision": PrecisionConfig(),
         "global_batch_size": 8,
         "micro_batch_size": 2,
         "world_size": 1,
         "device": torch.device("cpu"),
-        "seed": 0,
+        "numerics": Numerics.of("reproducible"),
     }
-    return prepare(model or model_of(), **(given | options), numerics="reproducible")
+    return prepare(model or model_of(), EngineContext(**given | options))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def prepared(model: nn.Module | None = None, engine: EngineConfig | None = None,
         ({"engine": FSDP2Config(sync="every")}, "engine.sync=every adds up gradients in an order"),
         ({"engine": FSDP2Config(replicas=2), "world_size": 2}, "engine.replicas=2 adds up"),
         ({"engine": FSDP2Config(offload=True)}, "engine.offload=True adds up"),
-        ({"compile": "blocks"}, "compile=blocks makes other code for shapes"),
+        ({"compile": CompileConfig(name="blocks")}, "compile=blocks makes other code for shapes"),
         ({"precision": PrecisionConfig(reduce_dtype="bf16")}, "gradients that travel in 16 bits"),
         ({"model": model_of(nn.BatchNorm1d(4))}, "1 keeps statistics of the micro-batches that its rank has seen"),
         ({"model": model_of(nn.InstanceNorm1d(4, track_running_stats=True))}, "1 keeps statistics"),

@@ -18,8 +18,11 @@ os.environ["KERAS_BACKEND"] = "torch"
 keras: Any = Library("keras")
 
 from distaccum import Accumulator, DataSpec, RunConfig, Trainer  # noqa: E402  Keras reads its backend first
-from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config  # noqa: E402
+from distaccum.config.compile import CompileConfig  # noqa: E402
+from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config, engine_config  # noqa: E402
+from distaccum.config.precision import PrecisionConfig  # noqa: E402
 from distaccum.distributed.world import World  # noqa: E402
+from distaccum.engines.context import EngineContext  # noqa: E402
 from distaccum.engines.factory import prepare  # noqa: E402
 from distaccum.errors import ConfigError, MisuseError  # noqa: E402
 from distaccum.losses.keras import KerasLoss  # noqa: E402
@@ -280,10 +283,17 @@ def test_what_only_a_forward_shows_is_refused_there(layer: Any, says: str) -> No
 def test_engines_that_replace_weights_and_compile_are_refused(settings: dict[str, Any], says: str) -> None:
     if settings.get("engine") == "deepspeed":
         pytest.importorskip("deepspeed")
-    given: dict[str, Any] = {"engine": "ddp", "precision": "fp32", "clip_norm": None, "clip_value": None, **settings}
-    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "world_size": 1, "seed": 0}
+    context = EngineContext(
+        engine=engine_config(settings.get("engine", "ddp")),
+        precision=PrecisionConfig(),
+        compile=CompileConfig.of(settings.get("compile", "none")),
+        global_batch_size=4,
+        micro_batch_size=2,
+        world_size=1,
+        device=torch.device("cpu"),
+    )
     with pytest.raises(ConfigError, match=f"^{says}.*KerasModel"):
-        prepare(KerasModel(_model()), device=torch.device("cpu"), **given, **sizes)
+        prepare(KerasModel(_model()), context)
 
 
 @pytest.mark.parametrize(

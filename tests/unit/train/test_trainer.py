@@ -28,6 +28,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.data.adapters import split_by_rank
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
+from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -447,8 +448,9 @@ def test_a_group_that_the_program_opened_has_the_plans_ranks(monkeypatch: pytest
 
 def test_a_group_of_another_size_than_was_planned_is_refused(gloo_world: World) -> None:
     model = _model()
-    settings: Any = dict.fromkeys(("clip_norm", "clip_value", "global_batch_size", "micro_batch_size"))
-    context = prepare(model, engine="ddp", precision="fp32", world_size=2, device=gloo_world.device, seed=0, **settings)
+    formats = PrecisionConfig()
+    context = EngineContext(engine=DDPConfig(), precision=formats, world_size=2, device=gloo_world.device)
+    context = prepare(model, context)
     with pytest.raises(ConfigError, match="world size=1: the model was prepared for 2"):
         create(context, model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
 
