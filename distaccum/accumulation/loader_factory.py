@@ -13,7 +13,7 @@ from distaccum.accumulation.open_window import refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.config.checks import AUTO, require, whole_number
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.factory import as_loader, make_plan
+from distaccum.data.factory import as_loader, longest_micro_batch, make_plan
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import Resize, check_sizes, largest_share
 from distaccum.data.spec import is_map_style
@@ -148,7 +148,6 @@ class LoaderFactory:
             plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
             assert not plan.is_stream
             from distaccum.accumulation.rehearsal import rehearse  # noqa: PLC0415  with micro_batch_size=auto alone
-            from distaccum.data.host_memory import longest_micro_batch  # noqa: PLC0415
 
             longest = partial(longest_micro_batch, spec)
             self.rehearsal = rehearse(self._engine, self._loss, longest, most=largest_share(plan))

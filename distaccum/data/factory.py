@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
@@ -337,3 +338,20 @@ def lengths_of(source: DataSpec, key: str, value: object) -> Ids:
         problem = f"the data gives lengths of shape {lengths.shape} for {samples} samples"
         raise ConfigError(key, value, problem, "Give one length for each training sample")
     return lengths
+
+
+# The longest micro-batch that data can make: what takes the most memory and time.
+
+
+def longest_micro_batch(data: DataSpec, size: int) -> Any:
+    """A micro-batch of so many samples, on the host: the longest where the data says how long they are."""
+    if not is_map_style(data.train):
+        stream = iter(cast("Iterable[Any]", data.train))
+        if yields_batches(data):
+            return next(stream)
+        return (data.collate or default_collate)(list(islice(stream, size)))
+    ids = list(range(min(size, len(data.train))))
+    if data.lengths is not None:
+        ids = np.argsort(-np.asarray(data.lengths), kind="stable")[:size].tolist()
+    loader = DataLoader(cast("Any", data.train), batch_sampler=[ids], collate_fn=data.collate)
+    return next(iter(loader))

@@ -19,11 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
 
 from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO, bytes_of
+from distaccum.config.checks import GLOO
 from distaccum.config.schema import RunConfig
 from distaccum.data.factory import check_workers, loading_options
 from distaccum.data.held_out import evaluation_workers
-from distaccum.data.host_memory import window_memory
 from distaccum.data.loading_processes import reading
 from distaccum.data.plan.batch import Plan
 from distaccum.data.plan.stream import StreamPlan
@@ -35,7 +34,7 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import PROFILER, TEXTS, load
+from distaccum.program import HOST_MEMORY, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.callbacks import check as check_callbacks
@@ -90,14 +89,11 @@ class Stated:
 
 def most_ahead(data: DataSpec, plan: Plan | StreamPlan, config: RunConfig) -> int | None:
     """How many micro-batches of a rank may be loaded ahead within ``trainer.host_memory``; None: any number."""
-    key, stated = "trainer.host_memory", config.trainer.host_memory
+    stated = config.trainer.host_memory
     if stated is None:
         return None
-    if plan.is_stream:
-        raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
-    workers = loading_of(data, config)
-    memory = window_memory(data, plan, workers)
-    return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
+    found: int = load(HOST_MEMORY)(data, plan, loading_of(data, config), stated)
+    return found
 
 
 def loading_of(data: DataSpec, config: RunConfig, most_ahead: int | None = None) -> WorkerOptions:

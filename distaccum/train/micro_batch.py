@@ -19,7 +19,7 @@ from distaccum.accumulation.rehearsal import rehearse
 from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.checkpoint.files import ABSENT, write_json
 from distaccum.data.cutting import Shape
-from distaccum.data.host_memory import longest_micro_batch
+from distaccum.data.factory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory

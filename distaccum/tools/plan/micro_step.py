@@ -12,7 +12,7 @@ from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.data.batches import map_tensors
-from distaccum.data.host_memory import longest_micro_batch
+from distaccum.data.factory import longest_micro_batch
 from distaccum.engines.factory import checkpoint_activations
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.precision.policy import PrecisionPolicy

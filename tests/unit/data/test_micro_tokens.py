@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from distaccum import CrossEntropy, DataSpec, PadCollator, RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import build_loader, make_plan
-from distaccum.data.host_memory import window_memory
 from distaccum.data.loader import MicroBatchIds, padding_share
 from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan, Plan, Resize, ResizedPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
@@ -22,6 +21,7 @@ from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan, cut_in_order, 
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.tools.host_memory import window_memory
 from distaccum.tools.plan.command import job_of
 from distaccum.train.components import build_components
 

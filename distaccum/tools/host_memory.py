@@ -1,43 +1,42 @@
-"""The host memory that a rank's micro-batches take, and how many may be loaded ahead within a bound."""
+"""The host memory that a rank's micro-batches take, and how many may be loaded ahead within a bound.
+
+A run finds :func:`most_ahead` by its name where ``trainer.host_memory`` states one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
-from distaccum.data.adapters import yields_batches
+from distaccum.config.checks import bytes_of
 from distaccum.data.batches import map_tensors
 from distaccum.data.loading_processes import reading
 from distaccum.data.plan.batch import Plan
+from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError
 
-# The longest micro-batch that data can make: what takes the most memory and time.
-
-
-def longest_micro_batch(data: DataSpec, size: int) -> Any:
-    """A micro-batch of so many samples, on the host: the longest where the data says how long they are."""
-    if not is_map_style(data.train):
-        stream = iter(cast("Iterable[Any]", data.train))
-        if yields_batches(data):
-            return next(stream)
-        return (data.collate or default_collate)(list(islice(stream, size)))
-    ids = list(range(min(size, len(data.train))))
-    if data.lengths is not None:
-        ids = np.argsort(-np.asarray(data.lengths), kind="stable")[:size].tolist()
-    loader = DataLoader(cast("Any", data.train), batch_sampler=[ids], collate_fn=data.collate)
-    return next(iter(loader))
-
-
 _MIB = 2**20
+
+
+def most_ahead(data: DataSpec, plan: Plan | StreamPlan, workers: WorkerOptions, stated: object) -> int:
+    """How many micro-batches of a rank may be loaded ahead, where ``trainer.host_memory`` is ``stated``.
+
+    Raises:
+        ConfigError: not even the window fits, or the data do not tell.
+    """
+    key = "trainer.host_memory"
+    if plan.is_stream:
+        raise ConfigError(key, stated, "the data is a stream", "Leave it out: nobody knows how large its items are")
+    memory = window_memory(data, plan, workers)
+    return memory.most_ahead(key, stated, bytes_of(key, stated), workers.num_workers)
 
 
 @dataclass(frozen=True, kw_only=True)

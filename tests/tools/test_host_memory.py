@@ -12,12 +12,12 @@ from torch import nn
 from distaccum import CrossEntropy, DataSpec, PadCollator, RunConfig
 from distaccum.config.checks import bytes_of
 from distaccum.data.factory import build_loader
-from distaccum.data.host_memory import WindowMemory, window_memory
 from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.tools.host_memory import WindowMemory, window_memory
 from distaccum.tools.plan.command import plan as forecast
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents, build_components
@@ -136,7 +136,7 @@ def test_the_plan_tells_the_bytes_of_a_window() -> None:
     found = forecast({**config, "cluster": cluster})["host"]
     assert found["micro-batches"] == 16 * 2 * 16 * 8
     elsewhere = {"_target_": "distaccum.data.datasets.tokens.tokens", "path": "/nowhere/*.bin", "vocab_size": 2}
-    for data in (elsewhere | {"seq_len": 16}, {"_target_": "tests.unit.data.test_host_memory.Broken"}):
+    for data in (elsewhere | {"seq_len": 16}, {"_target_": "tests.tools.test_host_memory.Broken"}):
         assert forecast({**config, "data": data, "cluster": cluster})["host"]["micro-batches"] is None
 
 
