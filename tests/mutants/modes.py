@@ -349,7 +349,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 ("accumulation/restart.py", "if not why_whole(self._engine, plan, i, loss):", "if True:"),
             ),
             (
-                f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
+                "tests/unit/verification/test_parts.py::test_what_may_not_be_cut_is_told",
                 "losses alone are looked at",
                 ("verification/parts.py", "        said = _gradients(", "        said = False and _gradients("),
             ),

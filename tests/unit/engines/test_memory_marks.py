@@ -19,25 +19,16 @@ def test_a_shape_is_proven_by_one_that_is_no_smaller_in_either_direction() -> No
     assert {shape: marks.is_proven(Shape(*shape)) for shape in proven} == proven
 
 
-def test_a_failure_takes_the_proof_of_what_is_no_smaller() -> None:
+def test_a_failure_takes_the_proof_of_what_is_no_smaller_and_what_runs_after_all_is_not_too_large() -> None:
     marks = MemoryMarks()
     marks.prove(Shape(8, 100))
     marks.prove(Shape(1, 500))
     marks.fail(Shape(4, 100))
-    assert not marks.is_proven(Shape(8, 100))
-    assert marks.is_proven(Shape(1, 500))
-    assert marks.is_too_large(Shape(4, 100))
-    assert marks.is_too_large(Shape(5, 700))
-    assert not marks.is_too_large(Shape(3, 100))
-    assert not marks.is_too_large(Shape(8, 99))
-
-
-def test_what_runs_after_all_is_not_too_large() -> None:
-    marks = MemoryMarks()
-    marks.fail(Shape(4, 100))
+    large = {(4, 100): True, (5, 700): True, (3, 100): False, (8, 99): False}
+    assert {shape: marks.is_too_large(Shape(*shape)) for shape in large} == large
+    assert [marks.is_proven(Shape(*shape)) for shape in ((8, 100), (1, 500))] == [False, True]
     marks.prove(Shape(6, 100))
     assert marks.is_proven(Shape(4, 100))
-    assert not marks.is_too_large(Shape(4, 100))
     assert not marks.failed
 
 
