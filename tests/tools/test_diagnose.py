@@ -16,19 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import DDPConfig
-from distaccum.config.precision import ScalerConfig
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.world import World
+from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.ddp.stepper import WholeStepper
-from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import StepOptions
-from distaccum.precision.loss_scale import LossScale
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.tools.diagnose import NonFinite, Stage, diagnose, explain
 
-FP32, FP16 = PrecisionPolicy(name="fp32"), PrecisionPolicy(name="fp16", compute_dtype=torch.float16)
+FP32 = PrecisionConfig()
 
 
 class Net(nn.Module):
@@ -73,23 +70,14 @@ def _engine(
     model: nn.Module,
     world: World,
     *,
-    policy: PrecisionPolicy = FP32,
-    scaler: LossScale | None = None,
+    precision: PrecisionConfig = FP32,
     find_unused_parameters: bool = False,
 ) -> DDPEngine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config, options = DDPConfig(find_unused_parameters=find_unused_parameters), StepOptions(scaler=scaler)
-    return DDPEngine(
-        model,
-        [optimizer],
-        world,
-        config=config,
-        policy=policy,
-        options=options,
-        reducer=BucketReducer(world, policy.reduce_dtype),
-        stepper=WholeStepper(),
-        numerics=Numerics(),
-    )
+    config = DDPConfig(find_unused_parameters=find_unused_parameters)
+    context = EngineContext(engine=config, precision=precision, world_size=world.size, device=world.device)
+    reducer = BucketReducer(world, context.policy.reduce_dtype)
+    return DDPEngine(model, [optimizer], world, context, reducer=reducer, stepper=WholeStepper())
 
 
 def _window(batches: Sequence[Any]) -> Window:
@@ -106,10 +94,14 @@ def _window(batches: Sequence[Any]) -> Window:
     )
 
 
+def _fp16(scale: float) -> PrecisionConfig:
+    return PrecisionConfig(name="fp16", scaler=ScalerConfig(static_scale=scale))
+
+
 def _diagnose(
-    model: nn.Module, batches: Sequence[Any], world: World, *, loss: Any = None, policy: PrecisionPolicy = FP32
+    model: nn.Module, batches: Sequence[Any], world: World, *, loss: Any = None, precision: PrecisionConfig = FP32
 ) -> tuple[NonFinite, ...]:
-    return diagnose(_engine(model, world, policy=policy), _window(batches), loss or Sum(), world)
+    return diagnose(_engine(model, world, precision=precision), _window(batches), loss or Sum(), world)
 
 
 def _found(stage: Stage, module: str, *parameters: str, micro_batch: int = 1) -> tuple[NonFinite]:
@@ -159,7 +151,7 @@ def test_an_overflow_of_half_precision_in_an_inner_module(gloo_world: World) -> 
         nn.init.constant_(net.body[1][0].weight, 200.0)  # type: ignore[index]
         return net
 
-    (found,) = _diagnose(model(), batches, gloo_world, policy=FP16)
+    (found,) = _diagnose(model(), batches, gloo_world, precision=_fp16(1.0))
     assert (found.stage, found.module, found.micro_batch) == (Stage.FORWARD, "body.1.0", 1)
     assert found.parameters[0] == "head.weight"
     assert _diagnose(model(), batches, gloo_world) == ()
@@ -202,11 +194,9 @@ def test_a_backward(gloo_world: World) -> None:
 
 def test_a_loss_scale_that_is_too_large(gloo_world: World) -> None:
     """What overflowed in fp16 overflows again: the loss is scaled as in training."""
-    scaler = LossScale.of(ScalerConfig(static_scale=2.0**20), "cpu")
-    engine = _engine(Net(), gloo_world, policy=FP16, scaler=scaler)
+    engine = _engine(Net(), gloo_world, precision=_fp16(2.0**20))
     assert diagnose(engine, _window([ONES]), Sum(), gloo_world) == _found(Stage.BACKWARD, "head", *BOTH, micro_batch=0)
-    scaler = LossScale.of(ScalerConfig(static_scale=2.0**10), "cpu")
-    engine = _engine(Net(), gloo_world, policy=FP16, scaler=scaler)
+    engine = _engine(Net(), gloo_world, precision=_fp16(2.0**10))
     assert diagnose(engine, _window([ONES]), Sum(), gloo_world) == ()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distaccum.config.engine import DDPConfig, FSDP2Config, Zero1Config
+from distaccum.config.engine import FSDP2Config, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
@@ -50,16 +50,12 @@ class ElasticEngines:
         from distaccum.elastic.engine.ddp import ElasticDDPEngine, MirroredZeRO1  # noqa: PLC0415
         from distaccum.elastic.engine.tree import KeptTree  # noqa: PLC0415
 
-        assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
         return ElasticDDPEngine(
             model,
             optimizers,
             world,
-            config=context.engine,
-            policy=context.policy,
-            options=context.step_options(world.device),
+            context,
             tree=KeptTree(world, by_units=context.numerics.fixed_order),
             mirrored=MirroredZeRO1(world) if isinstance(context.engine, Zero1Config) else None,
             keepers=self.keepers,
-            numerics=context.numerics,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from distaccum.elastic.engine.mirror import Mirror
 from distaccum.elastic.engine.shares import Share, Shares
 from distaccum.elastic.engine.tree import KeptTree, PartialWindow
 from distaccum.engines.base import Engine, EngineState, Restart
+from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.communicating import uncounted
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.stepper import WholeStepper
@@ -50,11 +51,10 @@ class ElasticDDPEngine(DDPEngine):
     """A :class:`DDPEngine` whose reduction comes after the last backward, in :meth:`reduce`, and may fail.
 
     Args:
-        model, optimizers, world: as there.
+        model, optimizers, world, context: as there.
         tree: the reducer.
         mirrored: which rank steps which parameters, and has a copy of which others' state; None: each steps all.
         keepers: then, by rank, which one keeps a copy of its shard; empty: the next one.
-        options: the rest of :class:`DDPEngine`'s.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ElasticDDPEngine(DDPEngine):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World,
+        context: EngineContext,
         *,
         tree: KeptTree,
         mirrored: MirroredZeRO1 | None,
         keepers: Sequence[int],
-        **options: Any,
     ) -> None:
-        super().__init__(model, optimizers, world, reducer=tree, stepper=mirrored or WholeStepper(), **options)
+        super().__init__(model, optimizers, world, context, reducer=tree, stepper=mirrored or WholeStepper())
         self._sums, self._mirrored = tree, mirrored
         if mirrored is not None:
             mirrored.mirror = self._make_mirror(mirrored, keepers)

@@ -29,8 +29,7 @@ from distaccum.engines.ddp.unused import UnusedParameters
 from distaccum.engines.ddp.zero1 import ZeRO1
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.modules import trained
-from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep, StepOptions, zero_in_place
+from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep, zero_in_place
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.errors import ConfigError, MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
@@ -49,12 +48,9 @@ class DDPEngine(Engine):
         model: moved to ``world.device``; every rank's copy is set to rank 0's.
         optimizers: over disjoint sets of the model's parameters.
         world: this rank.
-        config: bucket size, and whether a window may leave parameters unused.
-        policy: what forwards compute in, and what gradients travel in between ranks.
-        options: clipping and the loss scale.
+        context: the checked settings.
         reducer: of the buckets, at the window's last micro-step; the others are local, as in DDP's ``no_sync``.
         stepper: which rank steps which parameters, and what of them.
-        numerics: those of the reducer's sums.
     """
 
     def __init__(
@@ -62,19 +58,18 @@ class DDPEngine(Engine):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World,
+        context: EngineContext,
         *,
-        config: DDPConfig,
-        policy: PrecisionPolicy,
-        options: StepOptions,
         reducer: BucketReducer,
         stepper: WholeStepper,
-        numerics: Numerics,
     ) -> None:
+        config, policy, options = context.engine, context.policy, context.step_options(world.device)
+        assert isinstance(config, DDPConfig)  # zero1's settings are some, too
         facts = EngineFacts(
             # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
             # gradient then does not depend on the world's size.
             gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,
-            numerics=numerics,
+            numerics=context.numerics,
             steps_parts=stepper.steps_parts,
             rounds_weights=policy.keeps_masters,
             state_layout=stepper.layout,
@@ -430,28 +425,13 @@ def check(model: nn.Module, context: EngineContext) -> None:
 
 def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=ddp``; see ``factory.EngineSpec``."""
-    return _create(model, optimizers, world, context, WholeStepper())
+    return DDPEngine(model, optimizers, world, context, reducer=_reducer(world, context), stepper=WholeStepper())
 
 
 def create_zero1(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DDPEngine:
     """For ``engine=zero1``."""
-    return _create(model, optimizers, world, context, ZeRO1(world))
+    return DDPEngine(model, optimizers, world, context, reducer=_reducer(world, context), stepper=ZeRO1(world))
 
 
-def _create(
-    model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext, stepper: WholeStepper
-) -> DDPEngine:
-    assert isinstance(context.engine, DDPConfig)  # zero1's settings are some, too
-    return DDPEngine(
-        model,
-        optimizers,
-        world,
-        config=context.engine,
-        policy=context.policy,
-        options=context.step_options(world.device),
-        reducer=TreeReducer(world)
-        if context.numerics.fixed_order
-        else BucketReducer(world, context.policy.reduce_dtype),
-        stepper=stepper,
-        numerics=context.numerics,
-    )
+def _reducer(world: World, context: EngineContext) -> BucketReducer:
+    return TreeReducer(world) if context.numerics.fixed_order else BucketReducer(world, context.policy.reduce_dtype)

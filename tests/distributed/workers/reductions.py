@@ -18,18 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum.accumulation.step import run_window
 from distaccum.config.engine import DDPConfig
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World, open_world
+from distaccum.engines.context import EngineContext
 from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.engines.ddp.reducer import BucketReducer
 from distaccum.engines.ddp.stepper import WholeStepper
-from distaccum.engines.numerics import Numerics
-from distaccum.engines.optimizer_step import StepOptions
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.precision.policy import PrecisionPolicy
 from distaccum.testing.counters import OperationCounter
 
 COUNTED = ("gradient reductions", "gradient bytes", "other reductions", "other bytes", "other collectives")
@@ -38,12 +37,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGE = (80_000.0, 20_000.0)  # of each rank: fp16 ends at 65,504, and holds the average
 
 
-def policy(dtype: str) -> PrecisionPolicy:
-    return PrecisionPolicy(name="fp32", reduce_dtype=DTYPES[dtype])
-
-
-def parts(world: World, dtype: str) -> dict[str, Any]:
-    return {"reducer": BucketReducer(world, DTYPES[dtype]), "stepper": WholeStepper()}
+def engine_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World, dtype: str, config: DDPConfig, **options: Any
+) -> DDPEngine:
+    """That reduces in ``dtype``, of losses that are not scaled."""
+    formats = PrecisionConfig(reduce_dtype=dtype, scaler=ScalerConfig(static_scale=1.0))
+    context = EngineContext(engine=config, precision=formats, world_size=world.size, device=world.device, **options)
+    reducer = BucketReducer(world, DTYPES[dtype])
+    return DDPEngine(model, [optimizer], world, context, reducer=reducer, stepper=WholeStepper())
 
 
 def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str = "fp32") -> dict[str, int]:
@@ -61,18 +62,7 @@ def count(world: World, accumulation: int, *, ragged: bool = False, dtype: str =
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
     model.register_buffer("constant", torch.zeros(1000))  # must not travel with every window
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    config, options = DDPConfig(bucket_cap_mb=0.25), StepOptions(clip_norm=1.0)
-    engine = DDPEngine(
-        model,
-        [optimizer],
-        world,
-        config=config,
-        policy=policy(dtype),
-        options=options,
-        reducer=BucketReducer(world, DTYPES[dtype]),
-        stepper=WholeStepper(),
-        numerics=Numerics(),
-    )
+    engine = engine_of(model, optimizer, world, dtype, DDPConfig(bucket_cap_mb=0.25), clip_norm=1.0)
     windows = MapWindowLoader(data, plan, world).windows(0, 0, GlobalCounter(world, loss.count))
     for window in islice(windows, 3):
         run_window(engine, window, loss)
@@ -102,17 +92,7 @@ def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
     """The average of the ranks' gradients, as the engine reduces it."""
     model = Product(gradient.numel())
     optimizer = torch.optim.SGD(model.parameters())
-    engine = DDPEngine(
-        model,
-        [optimizer],
-        world,
-        config=DDPConfig(),
-        policy=policy(dtype),
-        options=StepOptions(),
-        reducer=BucketReducer(world, DTYPES[dtype]),
-        stepper=WholeStepper(),
-        numerics=Numerics(),
-    )
+    engine = engine_of(model, optimizer, world, dtype, DDPConfig())
     with engine.micro_step(sync=True):
         engine.backward(engine.model(gradient))
     assert model.weight.grad is not None
