@@ -131,7 +131,7 @@ _SPECS = (
     EngineSpec(config=DDPConfig, create="ddp.engine:create", check="ddp.engine:check", keeps_tensors=True),
     EngineSpec(config=Zero1Config, create="ddp.engine:create_zero1", check="ddp.engine:check", keeps_tensors=True),
     EngineSpec(config=FSDP2Config, create="fsdp2.engine:FSDP2Engine", check="fsdp2.checks:check", makes_weights=True),
-    EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:create", check="deepspeed.compat:check"),
+    EngineSpec(config=DeepSpeedConfig, create="deepspeed.engine:DeepSpeedEngine", check="deepspeed.compat:check"),
 )
 SPECS = {spec.config.name: spec for spec in _SPECS}
 

@@ -32,7 +32,6 @@ from distaccum.engines.rules import check_hooks, expect_no_hooks
 from distaccum.engines.state import names_set_aside
 from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import ConfigError, MisuseError, shorten
-from distaccum.precision.loss_scale import LossScale
 from distaccum.precision.policy import PrecisionPolicy
 
 _FIRST_THAT_SHARDS_PARAMETERS = 3  # a stage
@@ -71,9 +70,7 @@ class DeepSpeedEngine(Engine):
             of it; its inputs are then cast as well, and its outputs are fp32.
         optimizers: one, over the model's parameters.
         world: this rank; its process group is DeepSpeed's.
-        settings: DeepSpeed's JSON, checked (``compat.check_settings``).
-        policy: what the model computes in; ``settings`` say the same.
-        scaler: of the loss, where gradients pass through fp16.
+        context: the checked settings; DeepSpeed's JSON among them, ``context.generated``, says the same.
 
     Raises:
         ConfigError: DeepSpeed is not installed, or cannot do what the arguments ask for.
@@ -84,11 +81,9 @@ class DeepSpeedEngine(Engine):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World,
-        *,
-        settings: Mapping[str, Any],
-        policy: PrecisionPolicy,
-        scaler: LossScale | None,
+        context: EngineContext,
     ) -> None:
+        settings, policy, scaler = context.generated, context.policy, context.loss_scale(world.device)
         _check(model, optimizers, settings)
         stage = int(settings.get("zero_optimization", {}).get("stage", 0))
         facts = EngineFacts(
@@ -537,9 +532,3 @@ class DeepSpeedProbe(GradientProbe):
 
     def _parts_changed(self) -> None:
         internals.gather_persistent(self._deepspeed.optimizer)
-
-
-def create(model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> DeepSpeedEngine:
-    """For ``engine=deepspeed``; see ``factory.EngineSpec``."""
-    scaler = context.loss_scale(world.device)
-    return DeepSpeedEngine(model, optimizers, world, settings=context.generated, policy=context.policy, scaler=scaler)

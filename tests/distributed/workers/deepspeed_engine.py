@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from distaccum import World
+from distaccum.config.engine import DeepSpeedConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.base import EngineState
+from distaccum.engines.context import EngineContext
 from distaccum.engines.deepspeed.compat import load_deepspeed
 from distaccum.engines.deepspeed.engine import DeepSpeedEngine
 from distaccum.engines.deepspeed.internals import Partitions
@@ -32,7 +34,6 @@ from distaccum.engines.state import whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
 from distaccum.precision.loss_scale import LossScale
-from distaccum.precision.policy import PrecisionPolicy
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -148,21 +149,19 @@ def wrap(
     optimizer: Callable[[Any], Optimizer],
     *,
     clip: float = 0.0,
-    scaler: LossScale | None = None,
+    scaler: ScalerConfig | None = None,
     **zero: Any,
 ) -> DeepSpeedEngine:
     torch.manual_seed(world.rank + 1)  # rank 0's weights are everyone's
     model = Model()
-    if precision == "fp16" and scaler is None:
-        scaler = LossScale.of(ScalerConfig(initial_scale_power=10), "cpu")
-    return DeepSpeedEngine(
-        model,
-        [optimizer(model.parameters())],
-        world,
-        settings=settings_of(stage, precision, clip=clip, **zero),
-        policy=PrecisionPolicy.of(PrecisionConfig(name=precision)),
-        scaler=scaler,
+    context = EngineContext(
+        engine=DeepSpeedConfig(stage=stage),
+        precision=PrecisionConfig(name=precision, scaler=scaler or ScalerConfig(initial_scale_power=10)),
+        world_size=world.size,
+        device=world.device,
+        generated=settings_of(stage, precision, clip=clip, **zero),
     )
+    return DeepSpeedEngine(model, [optimizer(model.parameters())], world, context)
 
 
 def train_on(
@@ -387,7 +386,7 @@ def overflow(world: World) -> Any:
         expected.append([kind == ".", float(rule.current)])
         rule.advance(torch.tensor(float(kind == "X")))
     for stage in STAGES:
-        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=LossScale.of(settings, "cpu"))
+        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=settings)
         seen, worst, before = [], 0.0, weights_of(engine)
         for number, kind in enumerate(PATTERN):
             engine.set_lr_factor(0.25)
@@ -512,8 +511,7 @@ def resume(world: World) -> Any:
     for stage, precision in product(STAGES, PRECISIONS):
 
         def make(stage: int = stage, precision: str = precision) -> DeepSpeedEngine:
-            settings = ScalerConfig(initial_scale_power=10, growth_interval=2)
-            scaler = LossScale.of(settings, "cpu") if precision == "fp16" else None
+            scaler = ScalerConfig(initial_scale_power=10, growth_interval=2)
             return wrap(world, stage, precision, lambda p: AdamW(p, lr=1e-2), clip=CLIP, scaler=scaler)
 
         def go(engine: DeepSpeedEngine, numbers: Sequence[int], stage: int = stage) -> None:
