@@ -96,7 +96,7 @@ def test_every_room_has_its_place_and_says_what_lives_there() -> None:
 
 LIBRARIES = {
     "omegaconf": {
-        "config/command_line.py",
+        "tools/command_line.py",
         "tools/settings.py",
         "config/schema.py",
         "tools/plan/settings_command.py",
@@ -106,7 +106,7 @@ LIBRARIES = {
         "config/command_line.py",
         "config/instantiate.py",
         "tools/completion.py",
-        "tools/flags.py",
+        "tools/command_line.py",
         "tools/plan/settings_command.py",
         "train/cli.py",
         "tools/submitit.py",

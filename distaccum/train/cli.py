@@ -32,8 +32,6 @@ from distaccum.checkpoint.files import write_text
 from distaccum.config.checks import AUTO, REPRODUCIBLE
 from distaccum.config.command_line import (
     check_overrides,
-    composed,
-    from_hydra,
     register_aliases,
     take_flag,
 )
@@ -45,7 +43,7 @@ from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
-from distaccum.program import FLAGS, SUBMITIT, load, outlive_output
+from distaccum.program import FLAGS, SAID_BY_HYDRA, SUBMITIT, load, outlive_output
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
@@ -306,7 +304,7 @@ def _run_main_rank(launch: Launch, coordinator: JobCoordinator, signals: StopSig
     """Rank 0: Hydra reads the command line and calls ``_Jobs`` for every job."""
     exit_code = 1
     try:
-        sys.argv[1:] = register_aliases(load(FLAGS)(sys.argv[1:], composed, own=("--check",)))
+        sys.argv[1:] = register_aliases(load(FLAGS)(sys.argv[1:], own=("--check",)))
         jobs = _Jobs(launch, coordinator, signals)
     except ConfigError as error:
         exit_code = _refuse(error)
@@ -366,7 +364,7 @@ def _refuse_command_line(cause: BaseException) -> int:
     if isinstance(cause, DistaccumError) and not isinstance(cause, ConfigError):  # a job on another machine failed
         _log.error("%s", cause)
         return 1
-    return _refuse(from_hydra(cause, sys.argv[1:]))
+    return _refuse(load(SAID_BY_HYDRA)(cause, sys.argv[1:]))
 
 
 def _refuse(error: ConfigError) -> int:

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from distaccum.config import extras
-from distaccum.config.command_line import from_hydra
 from distaccum.config.extras import install_command
+from distaccum.tools.command_line import from_hydra
 from tests.support.commands import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

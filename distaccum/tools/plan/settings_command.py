@@ -16,11 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from distaccum import program
-from distaccum.config.command_line import check_overrides, composed, from_hydra, register_aliases
+from distaccum.config.command_line import check_overrides, register_aliases
 from distaccum.config.extras import install_command
 from distaccum.config.schema import conf_dir, plain
 from distaccum.errors import ConfigError
-from distaccum.tools.flags import flags_as_settings
+from distaccum.tools.command_line import composed, flags_as_settings, from_hydra
 from distaccum.tools.help import show
 
 
@@ -31,7 +31,7 @@ def command(name: str, run: Callable[[dict[str, Any], Path], int]) -> int:
         return show(name, topic)
     exit_code = 0
     try:
-        sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], partial(composed, name=name)))
+        sys.argv[1:] = register_aliases(flags_as_settings(sys.argv[1:], compose=partial(composed, name=name)))
     except ConfigError as error:
         return print_error(name, error)
     said, composing, began = io.StringIO(), ExitStack(), False

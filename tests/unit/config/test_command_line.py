@@ -9,12 +9,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 
-from distaccum.config.command_line import Composed, register_aliases, take_flag
-from distaccum.config.command_line import composed as composed_of
+from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.precision import ALIASES
 from distaccum.config.schema import conf_dir
 from distaccum.errors import ConfigError
-from distaccum.tools.flags import flags_as_settings
+from distaccum.tools.command_line import Composed, flags_as_settings
+from distaccum.tools.command_line import composed as composed_of
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def _compose(arguments: Sequence[str]) -> Composed | None:
     ],
 )
 def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings: list[str]) -> None:
-    assert flags_as_settings(given, _compose, own=("--check",)) == settings
+    assert flags_as_settings(given, own=("--check",), compose=_compose) == settings
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings:
 )
 def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        flags_as_settings(given, _compose, own=("--check",))
+        flags_as_settings(given, own=("--check",), compose=_compose)
     assert str(caught.value).startswith(message)
 
 
