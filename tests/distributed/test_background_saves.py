@@ -33,7 +33,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {f"{step.name}/{file.name}": file.read_bytes() for step in steps for file in step.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
+@pytest.mark.parametrize("engine", [pytest.param("zero1", marks=pytest.mark.heavy), "fsdp2"])
 def test_each_engine_saves_the_same(tmp_path: Path, engine: str) -> None:
     for name, background in (("waits", "false"), ("goes", "true")):
         settings = (*SETTINGS, f"engine={engine}", f"checkpoint.background={background}")
@@ -56,6 +56,7 @@ def test_an_error_on_one_rank_waits_for_what_is_being_saved(tmp_path: Path) -> N
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-6\n"
 
 
+@pytest.mark.heavy
 def test_deepspeed_saves_in_the_background(tmp_path: Path) -> None:
     settings = (*SETTINGS, "engine=deepspeed", "checkpoint.background=true", "trainer.max_steps=2")
     finished = succeed(*settings, f"hydra.run.dir={tmp_path}", world=2)

@@ -160,7 +160,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["optim.lr=abc"], ["batch.micro_size=1000"]], ids=["composing", "building"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param(["optim.lr=abc"], marks=pytest.mark.heavy), ["batch.micro_size=1000"]],
+    ids=["composing", "building"],
+)
 @pytest.mark.fault(
     "a plan that cannot be (a micro-batch larger than the global batch), or no plan at all, under torchrun",
     group="settings",

@@ -20,7 +20,7 @@ ENGINES = {
     "fsdp2": ("engine=fsdp2",),
     "fsdp2, every micro-step": ("engine=fsdp2", "engine.sync=every"),
 }
-OTHERS = ("fsdp2", "zero1", "fsdp2, every micro-step")
+OTHERS = ("zero1", "fsdp2, every micro-step")
 DEEPSPEED = [pytest.param(stage, marks=() if stage == 2 else pytest.mark.heavy) for stage in (0, 1, 2, 3)]
 
 
@@ -45,7 +45,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(4, marks=pytest.mark.heavy)]
 )
-@pytest.mark.parametrize("engine", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "ddp",
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS),
+    ],
+)
 def test_every_engine_trains_as_one_process_does(tmp_path: Path, whole: list[float], engine: str, world: int) -> None:
     assert _run(tmp_path, wide.MODEL, *ENGINES[engine], world=world) == pytest.approx(whole, rel=wide.AGREES)
 
@@ -54,8 +61,8 @@ def _error(found: Sequence[float], exact: Sequence[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(found, exact, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", DEEPSPEED)
 def test_deepspeed_is_as_near_as_plain_fp32(tmp_path: Path, whole: list[float], stage: int, world: int) -> None:
     plain = _run(tmp_path / "plain", "batch.micro_size=11")

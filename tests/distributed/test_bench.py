@@ -73,7 +73,7 @@ def test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence(tmp_path: Pa
         assert max(way["weights off"] for way in (fused, ours, unfused)) <= 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("world", [1, 2])
 def test_saves_are_compared_with_what_the_disk_and_memory_do(tmp_path: Path, world: int) -> None:
     """Every way has times, and a ratio to each that it is compared with; what was written is removed, and no more."""
@@ -100,7 +100,7 @@ def test_saves_are_compared_with_what_the_disk_and_memory_do(tmp_path: Path, wor
     assert list(tmp_path.rglob("*.safetensors")) == [kept]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_loading_is_measured_next_to_a_hand_written_loop(tmp_path: Path) -> None:
     """Nothing is faster than what it is made of: a ratio has the machine's noise in it, and a sleep has none."""
     given = ("accumulations=[2]", "workers=[1]", "loading_ms=20", "windows=2", "pairs=1")
@@ -116,7 +116,7 @@ def test_loading_is_measured_next_to_a_hand_written_loop(tmp_path: Path) -> None
         assert 0 < loop["min"] <= loop["median"]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_rehearsed_micro_batch_is_put_beside_all_others(tmp_path: Path) -> None:
     settings = ("micro=true", "bench.micro.global_size=4", "bench.micro.rounds=1")
     finished = succeed(*settings, f"hydra.run.dir={tmp_path}", script=BENCH, COLUMNS="200")

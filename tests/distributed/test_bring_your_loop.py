@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "own-loop.md").read_text()
 PROGRAMS = ROOT / "launch" / "examples" / "migrate"
 NAMES = ("from_ddp", "from_accelerate", "from_lightning", "from_transformers", "from_deepspeed")
 AT_ONCE = {"from_deepspeed": 2}  # processes, where one needs a launcher
-LONG = ("from_transformers", "from_deepspeed")  # tens of seconds of imports
+LONG = ("from_lightning", "from_transformers", "from_deepspeed")  # tens of seconds of imports
 RAGGED = ("--ragged",)
 EXACT = 1e-6
 

@@ -34,12 +34,14 @@ def test_two_ranks_train_on_when_the_reader_of_their_output_leaves(tmp_path: Pat
     assert [record["step"] for record in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.heavy
 def test_help_under_torchrun_is_said_once(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "distaccum")
     ended = _shell('"$@"', *launcher, "train", "--help", "seed", folder=tmp_path)
     assert (ended.returncode, ended.stdout) == (0, "  seed  (int; default 0)\n      of weights, order and dropout.\n")
 
 
+@pytest.mark.heavy
 def test_a_forecast_is_written_when_nobody_reads_it(tmp_path: Path) -> None:
     plan = ("-m", "distaccum.tools.plan.command", *TINY, "cluster.micro_step_ms=1", "hydra.run.dir=run")
     ended = _shell('"$@" | true', *plan, folder=tmp_path)

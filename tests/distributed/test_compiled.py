@@ -70,7 +70,7 @@ def test_a_compiled_gradient_is_that_of_the_global_batch(tmp_path: Path) -> None
     _judge(_run(tmp_path, QUICK, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_recomputation_and_resumes(tmp_path: Path) -> None:
     _judge(_run(tmp_path, SLOW, 2))
 
@@ -81,7 +81,7 @@ def test_what_inductor_makes(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "fxgraph").rglob("*"))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_run_counts_what_is_compiled_and_an_eager_one_goes_on(tmp_path: Path) -> None:
     common = (*TINY, "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl", f"hydra.run.dir={tmp_path}")
     compiled = ("compile=blocks", "compile.backend=aot_eager", "engine=fsdp2", "model.dropout=0.1")

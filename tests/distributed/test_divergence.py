@@ -75,7 +75,7 @@ def test_a_weight_that_moves_on_one_rank(tmp_path: Path, says: Callable[[str], N
     says="the optimizers' state is no longer the same on every rank at the save after window 8 of this process: rank "
     "1 differs from the other ranks, in exp_avg of ... Resume from .../step-4, the last checkpoint",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_moment_that_moves_on_one_rank(tmp_path: Path, says: Callable[[str], None]) -> None:
     says(expect_found_and_resumed(tmp_path, "exp_avg", 8, 4, world=3))
 
@@ -101,7 +101,7 @@ def test_every_engine_compares_what_it_holds_twice(
     assert named in expect_found_and_resumed(tmp_path, what, 8, 4, *engine, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_run_may_be_told_to_go_on(tmp_path: Path) -> None:
     given = (*SETTINGS, "trainer.on_divergence=warn", f"hydra.run.dir={tmp_path / 'run'}")
     finished = succeed(*given, *moving(tmp_path, "exp_avg", 8), world=2, PYTHONPATH=str(ROOT))

@@ -17,7 +17,7 @@ WORKER = Path(__file__).parent / "workers" / "dropout.py"
 ENGINES = ("ddp", "zero1", "fsdp2")
 
 
-FOUR = pytest.param(4, marks=pytest.mark.heavy)
+MORE = [pytest.param(world, marks=pytest.mark.heavy) for world in (3, 4)]
 
 
 class _Worlds(dict[int, Any]):
@@ -40,13 +40,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("world", [2, 3, FOUR])
+@pytest.mark.parametrize("world", [2, *MORE])
 def test_dropout_does_not_depend_on_the_world(found: dict[int, Any], engine: str, world: int) -> None:
     assert found[world][engine]["whole"] == pytest.approx(found[1]["ddp"]["whole"], rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("world", [1, 2, 3, FOUR])
+@pytest.mark.parametrize("world", [1, 2, *MORE])
 def test_a_resume_needs_no_generators_state(found: dict[int, Any], engine: str, world: int) -> None:
     assert found[world][engine]["resumed"] == found[world][engine]["whole"]
 

@@ -56,7 +56,7 @@ def test_the_average_is_that_of_one_process(engine: str, tmp_path: Path) -> None
     assert metrics(parts)[-1]["eval_loss"] == pytest.approx(evaluated[0][-1], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_same_bits_after_a_resume_on_shards(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sharded = (*SETTINGS, "engine=fsdp2", "engine.reshard_after_forward=false")

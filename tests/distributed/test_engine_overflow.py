@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.workers.engine_overflow import CASES, RANKS, WINDOWS, expected
 from tests.support.commands import ROOT, succeed
-from tests.support.engine_matrix import ENGINES
+from tests.support.engine_matrix import in_groups
 
 pytestmark = pytest.mark.slow
 
@@ -18,11 +18,14 @@ WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
 TOLERANCE = 1e-6  # of fp32 weights
 
 
+each_engine = in_groups("launched")
+
+
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, what the worker found: all engines in one launch."""
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what the worker found: the engines of a group in one launch."""
     path = tmp_path_factory.mktemp("overflow") / "results.json"
-    succeed(path, *ENGINES, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
+    succeed(path, *request.param, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
     found: list[dict[str, Any]] = json.loads(path.read_text())
     return found
 
@@ -30,7 +33,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "case", range(len(CASES)), ids=lambda i: f"{CASES[i].precision}-hysteresis{CASES[i].hysteresis}"
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_the_same_windows_are_skipped_at_the_same_scales(
     launched: list[dict[str, Any]], engine: str, case: int
 ) -> None:

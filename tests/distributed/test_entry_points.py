@@ -86,7 +86,9 @@ def test_a_refused_run_leaves_the_old_ones_files_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [["-m", "distaccum.train"], [str(ROOT / "launch" / "train.py")]])
+@pytest.mark.parametrize(
+    "start", [["-m", "distaccum.train"], pytest.param([str(ROOT / "launch" / "train.py")], marks=pytest.mark.heavy)]
+)
 def test_python_alone_is_a_world_of_one(tmp_path: Path, start: list[str]) -> None:
     subprocess.run(
         [sys.executable, *start, *SHORT, f"hydra.run.dir={tmp_path}"],
@@ -135,7 +137,7 @@ def test_token_shards_train(tmp_path: Path) -> None:
     assert metrics(tmp_path / "run")[-1]["eval_loss"] < 0.75 * np.log(50)  # the sequence is regular
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_epochs_end_a_run_too(tmp_path: Path) -> None:
     succeed(
         *QUIET,

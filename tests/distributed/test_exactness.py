@@ -40,7 +40,7 @@ class Cell:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(50, marks=pytest.mark.slow), pytest.param(48, marks=pytest.mark.slow)]
+    scope="module", params=[pytest.param(50, marks=pytest.mark.slow), pytest.param(48, marks=pytest.mark.heavy)]
 )
 def cells(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, text: Path) -> list[Cell]:
     """Every cell of a global batch, run: one Hydra sweep for each world size."""

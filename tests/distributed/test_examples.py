@@ -58,7 +58,7 @@ def test_the_encoder_decoder_learns(tmp_path: Path, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_the_keras_classifier_learns(tmp_path: Path, world: int) -> None:
     if find_spec("keras") is None:  # an import would want the backend that the example sets
         pytest.skip("keras is not installed")

@@ -104,7 +104,7 @@ def _small_nanogpt() -> list[str]:
     return [*sizes, f"trainer.max_steps={NANOGPT_STEPS}", "trainer.eval_every=20", "metrics=jsonl"]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_nanogpt_from_a_text_to_a_sample(tmp_path: Path) -> None:
     folder = tmp_path / "nanogpt"
     shutil.copytree(EXAMPLE, folder)

@@ -125,6 +125,7 @@ def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, say
     assert "_try_get_data" in stacks["rank-1.txt"]
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(
     "SIGTERM while a rank is stopped",
     group="signals",

@@ -30,7 +30,7 @@ RUN = (
 SHARDED = [
     ("engine=fsdp2",),
     pytest.param(("engine=fsdp2", "engine.sync=every"), marks=pytest.mark.heavy),
-    ("engine=deepspeed", "engine.stage=3"),
+    pytest.param(("engine=deepspeed", "engine.stage=3"), marks=pytest.mark.heavy),
 ]
 
 
@@ -96,10 +96,10 @@ def test_it_ends_where_a_single_sample_does_not_fit(tmp_path: Path) -> None:
     assert "out of memory in a forward of window 1" in said
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("engine", "starts"),
-    [("fsdp2", 2), pytest.param("ddp", 1, marks=pytest.mark.heavy)],  # on ddp it is known before it is cut
+    [("fsdp2", 2), ("ddp", 1)],  # on ddp it is known before it is cut
 )
 def test_what_may_not_be_cut_is_not_cut_by_another_start(engine: str, starts: int, tmp_path: Path) -> None:
     given = (f"engine={engine}", "loss._target_=tests.support.greedy.Coupled")
@@ -110,7 +110,7 @@ def test_what_may_not_be_cut_is_not_cut_by_another_start(engine: str, starts: in
     assert not metrics(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_ranks_that_draw_differently_are_looked_at_together(undisturbed: list[dict[str, Any]], tmp_path: Path) -> None:
     """Where one of them cannot cut its random numbers, none runs the forwards that would show how."""
     given = ("engine=fsdp2", "loss._target_=tests.support.greedy.Uneven")

@@ -63,7 +63,7 @@ def test_a_covering_set_is_exact_and_reduces_adapters_alone(tmp_path: Path) -> N
     assert 0 <= sent - 4 * (256 + 9) <= 8  # elements of adapters and of the head, and a number or two beside them
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_stage_3_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed asks for it

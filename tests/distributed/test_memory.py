@@ -47,9 +47,14 @@ def _fail(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess
     "is a single sample. This rank holds: weights ..., gradients ..., optimizer state ... Use activation "
     "checkpointing, or an engine that shards the model (fsdp2, deepspeed)",
 )
-@pytest.mark.parametrize("hang_timeout", ["auto", "null"])
 @pytest.mark.parametrize(
-    ("how", "said"), [("host", "can't allocate memory: you tried to allocate"), ("device", "CUDA out of memory.")]
+    ("how", "hang_timeout"),
+    [
+        ("host", "auto"),
+        ("device", "null"),
+        pytest.param("host", "null", marks=pytest.mark.heavy),
+        pytest.param("device", "auto", marks=pytest.mark.heavy),
+    ],
 )
 def test_memory_that_is_over_names_the_micro_batch_and_the_remedy(
     tmp_path: Path, how: str, said: str, hang_timeout: str, says: Callable[[str], None]

@@ -10,17 +10,20 @@ import pytest
 
 from tests.distributed.workers.nonfinite import CASES, GLOBAL_SIZE, MICRO_SIZE, RANKS, SHARE, rank_of
 from tests.support.commands import ROOT, succeed
-from tests.support.engine_matrix import ENGINES
+from tests.support.engine_matrix import in_groups
 
 pytestmark = pytest.mark.slow
 WORKER = ROOT / "tests" / "distributed" / "workers" / "nonfinite.py"
 
 
+each_engine = in_groups("launched")
+
+
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, what the worker found: all engines in one launch."""
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what the worker found: the engines of a group in one launch."""
     path = tmp_path_factory.mktemp("nonfinite") / "results.json"
-    succeed(path, *ENGINES, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
+    succeed(path, *request.param, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
     found: list[dict[str, Any]] = json.loads(path.read_text())
     return found
 
@@ -32,7 +35,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     says="the gradient of window 2 is NaN or infinite (loss scale 1): of ... It began on rank ... in micro-batch ... "
     "(samples ...): ... Its samples are rank 0: ...; rank 1: ...",
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_it_stops_all_ranks_and_names_the_one(
     launched: list[dict[str, Any]], engine: str, says: Callable[[str], None]
 ) -> None:
@@ -54,7 +57,7 @@ def test_it_stops_all_ranks_and_names_the_one(
     group="numbers",
     does="the window is skipped on all ranks; weights and optimizer go on bitwise as without it",
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_it_skips_the_window_and_nothing_else(launched: list[dict[str, Any]], engine: str) -> None:
     for micro_step, kind, policy in CASES:
         found = [rank[engine][f"{micro_step}/{kind}/{policy}"] for rank in launched]

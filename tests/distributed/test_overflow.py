@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, PARTS, Case, chosen_cases
+from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, Case, cases, chosen_cases
 from tests.support.commands import ROOT, metrics, run, status, succeed
 
 pytestmark = pytest.mark.slow
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "overflow.py"
-LAUNCHED = {2: tuple(PARTS), 3: ("scalers", "matrix", "first windows")}
+LAUNCHED = {2: ("scalers", "matrix", "first windows", "endings"), 3: ("scalers", "matrix", "first windows")}
 Ranks = list[dict[str, Any]]
 
 classes = pytest.mark.parametrize(
@@ -33,11 +33,14 @@ classes = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
     """By world size and rank, what the worker found: all of it in one launch each."""
-    found = {}
-    for world, parts in LAUNCHED.items():
-        path = tmp_path_factory.mktemp("overflow") / "results.json"
-        succeed(path, *parts, world=world, script=WORKER, PYTHONPATH=str(ROOT), timeout=150)
-        found[world] = json.loads(path.read_text())
+    folder = tmp_path_factory.mktemp("overflow")
+    return {world: _launch(folder, world, parts) for world, parts in LAUNCHED.items()}
+
+
+def _launch(folder: Path, world: int, parts: tuple[str, ...]) -> Ranks:
+    path = folder / f"results-{world}.json"
+    succeed(path, *parts, world=world, script=WORKER, PYTHONPATH=str(ROOT), timeout=150)
+    found: Ranks = json.loads(path.read_text())
     return found
 
 
@@ -95,7 +98,20 @@ CASES = [(world, i, case) for world in LAUNCHED for i, case in enumerate(chosen_
 def test_one_spoiled_value_skips_its_window_and_nothing_else(
     launched: dict[int, Ranks], world: int, i: int, case: Case
 ) -> None:
-    found = _everyone(launched, world, "matrix", i)
+    _check(_everyone(launched, world, "matrix", i), case)
+
+
+@pytest.mark.heavy
+def test_the_whole_matrix(tmp_path: Path) -> None:
+    launched = {2: _launch(tmp_path, 2, ("whole matrix",))}
+    assert len(cases(2)) == 96
+    for i, case in enumerate(cases(2)):
+        _check(_everyone(launched, 2, "whole matrix", i), case)
+
+
+def _check(found: list[Any], case: Case) -> None:
+    """The window of ``case`` was skipped on all ranks; the others went on bit by bit as without it."""
+    world = len(found)
     # It was where it is meant to have been.
     assert [rank["seen"] for rank in found] == [
         [[1, case.micro_step]] if rank == case.rank else [] for rank in range(world)

@@ -110,7 +110,10 @@ def test_a_read_that_does_not_return_is_named_with_its_line(tmp_path: Path, says
     "rank that still runs in `hang/rank-N.txt`",
     says="is not ready to train 3 s after rank ... was (trainer.hang_timeout)",
 )
-@pytest.mark.parametrize(("how", "who"), [("stop", 0), pytest.param("stop", 1, marks=pytest.mark.heavy), ("read", 1)])
+@pytest.mark.parametrize(
+    ("how", "who"),
+    [pytest.param("stop", 0, marks=pytest.mark.heavy), pytest.param("stop", 1, marks=pytest.mark.heavy), ("read", 1)],
+)
 def test_a_rank_that_does_not_get_to_training_is_named(
     tmp_path: Path, how: str, who: int, says: Callable[[str], None]
 ) -> None:

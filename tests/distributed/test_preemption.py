@@ -154,9 +154,9 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        pytest.param("worker", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("worker", signal.SIGKILL, marks=pytest.mark.heavy),
         pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param("launcher", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGUSR1, marks=pytest.mark.heavy),
         pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("worker", signal.SIGTERM, marks=pytest.mark.heavy),
         pytest.param("worker", signal.SIGUSR1, marks=pytest.mark.heavy),
@@ -206,7 +206,7 @@ def test_preempted_without_checkpoints_says_so(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "preempted"
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_sweep_that_is_preempted_ends(tmp_path: Path) -> None:
     where = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=${seed}")
     started = Started(tmp_path / "1", "-m", *ENDLESS, "seed=1,2", *where, world=2)

@@ -72,7 +72,7 @@ def _trace(folder: Path, rank: int) -> set[str]:
     [
         (("engine=ddp",), "gloo:all_reduce"),
         pytest.param(("engine=zero1",), "gloo:all_reduce", marks=pytest.mark.heavy),
-        (("engine=fsdp2",), "gloo:"),
+        pytest.param(("engine=fsdp2",), "gloo:", marks=pytest.mark.heavy),
         pytest.param(("engine=fsdp2", "engine.sync=every"), "gloo:", marks=pytest.mark.heavy),
         pytest.param(("engine=deepspeed",), "", marks=pytest.mark.heavy),
         pytest.param(("engine=ddp", "compile=blocks"), "gloo:all_reduce", marks=pytest.mark.heavy),
@@ -131,6 +131,7 @@ def test_a_signal_inside_the_windows_saves_first_and_leaves_a_whole_profile(tmp_
     assert f"the run has ended after window {found['step']}, and the profile ends there" in finished.stderr
 
 
+@pytest.mark.heavy
 def test_the_command_of_the_page(tmp_path: Path) -> None:
     given = (*TINY, "trainer.max_steps=20", "profile.steps=[10,14]", "metrics=jsonl", f"hydra.run.dir={tmp_path}")
     succeed(*given, "trainer.eval_samples=64", world=2)

@@ -53,7 +53,7 @@ def test_a_covering_set_is_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
     assert all(len(one["records"]) > 3 for one in found[1])
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_each_engine_is_the_same_on_2_to_8_ranks(tmp_path: Path) -> None:
     """On 8 there are as many ranks as blocks in one of them."""
@@ -66,7 +66,7 @@ def test_every_cell_is_the_same_on_every_world(tmp_path: Path) -> None:
     _expect_same(cells(), WORLDS, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_without_it_a_run_is_another_on_other_ranks(tmp_path: Path) -> None:
     losses, run_dirs = [], [tmp_path / str(world) for world in (1, 2)]
     for world in (1, 2):

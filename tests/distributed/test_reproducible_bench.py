@@ -39,7 +39,7 @@ def job(engine: str, parameters: int, virtual_ranks: int | None) -> Job:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 def test_it_sends_and_holds_what_the_forecast_says(figures: dict[str, Any], engine: str) -> None:
     row = figures[engine]

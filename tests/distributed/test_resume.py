@@ -115,7 +115,7 @@ def test_killed_at_random_moments_is_bitwise_uninterrupted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["packing", "adapters"])
+@pytest.mark.parametrize("mode", ["packing", pytest.param("adapters", marks=pytest.mark.heavy)])
 def test_a_mode_resumes_bitwise_on_shards(tmp_path: Path, mode: str) -> None:
     """Packed documents, and LoRA, on zero1, fsdp2 and DeepSpeed's stage 2; whose checkpoints begin anew a process."""
     for module in ("deepspeed", *(("peft", "transformers") if mode == "adapters" else ())):
@@ -182,7 +182,7 @@ def test_two_ranks_then_one_then_three(tmp_path: Path, says: Callable[[str], Non
     assert [record["loss"] for record in moved] == pytest.approx([record["loss"] for record in whole], rel=wide.AGREES)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
     refused = run(*SETTINGS, "batch.global_size=12", f"hydra.run.dir={tmp_path}")
@@ -211,7 +211,7 @@ def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
     assert len(metrics(run_dir)) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_named_checkpoint_starts_a_run_elsewhere(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'a'}")
     start = tmp_path / "a" / "checkpoints" / "step-7"

@@ -269,7 +269,7 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
     does="`failed`; the other ranks learn of it, and leave at once",
     says="rank 0: FileExistsError",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path, says: Callable[[str], None]) -> None:
     (tmp_path / ".hydra").touch()  # no folder, so that rank 0 cannot keep its settings there
     began = time.monotonic()
@@ -439,7 +439,7 @@ def _start(arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.fault(
     "a second run in the folder of a live one; then the folder of a run that was killed",
     group="directory",
@@ -487,7 +487,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 @pytest.mark.fault(
     "a full disk while metrics or status are written",
     group="directory",
@@ -523,7 +523,7 @@ def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int, 
     assert [record["step"] for record in metrics(run_dir)] == list(range(1, 10))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.fault(
     "ranks that do not share the run directory",
     group="directory",
@@ -554,7 +554,7 @@ def test_ranks_of_another_machine_that_see_another_disk(tmp_path: Path, says: Ca
     does="exit code 1 or 2; no rank waits for the one that could not write",
     says="No space left on device",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_no_rank_waits_for_one_that_finds_the_disk_full_at_the_start(
     small_disk: Path, says: Callable[[str], None]
 ) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 LIVE = re.compile(r"step \d+/1,000,000(  |$)")
 
 
-@pytest.mark.parametrize(("columns", "ranks"), [(80, 2), (120, 1)])
+@pytest.mark.parametrize(("columns", "ranks"), [(80, 2), pytest.param(120, 1, marks=pytest.mark.heavy)])
 def test_what_happens_stays_in_the_scrollback_and_one_row_lives(tmp_path: Path, columns: int, ranks: int) -> None:
     start = command(ranks, ROOT / "tests" / "distributed" / "workers" / "screen.py", [tmp_path])
     run = Tmux(tmp_path, columns, start, environment(PYTHONPATH=str(ROOT), TERM="screen"))

@@ -102,7 +102,7 @@ def test_windows_that_spike_are_skipped(tmp_path: Path, says: Callable[[str], No
     assert "there is no checkpoint yet, so the window is skipped only" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_warning_changes_nothing(tmp_path: Path) -> None:
     found, printed = launch(tmp_path, {"name": "ddp"}, "warn")
     expect_oracle(found["warn"], spikes=[20, 21, 28])
@@ -110,7 +110,7 @@ def test_a_warning_changes_nothing(tmp_path: Path) -> None:
     assert [record["spikes"] for record in found["warn"]["run"]][18:] == [0, 1, *[2] * 7, *[3] * 3]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.fault(
     "a spike after each of three rollbacks to one checkpoint",
     group="numbers",

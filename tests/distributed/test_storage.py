@@ -160,8 +160,8 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
     group="checkpoints",
     does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
 )
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("stride", [29, 1])
 def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: Cells, stride: int) -> None:
     whole, found = cells("kill", stride=stride, BACKGROUND="1")
     assert len(found) >= 60 // stride
@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_for_one(
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "case",
     [

@@ -125,6 +125,7 @@ def _experiment() -> str:
     return found[1]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("given", "rates"),
     [

@@ -107,7 +107,7 @@ def _is_saved(run_dir: Path, by: str) -> None:
     does="saves and leaves, `preempted`, with one line, or two where that takes more than a second",
     says="preempted (SIGINT): ... updates; saved in ...; the same command with resume=auto resumes it",
 )
-@pytest.mark.parametrize("start", START)
+@pytest.mark.parametrize("start", ["one process", pytest.param("launch/train.sh", marks=pytest.mark.heavy), "torchrun"])
 def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
     tmp_path: Path, start: str, says: Callable[[str], None]
 ) -> None:
@@ -154,7 +154,9 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str,
 @pytest.mark.fault(
     "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
 )
-@pytest.mark.parametrize("start", [*list(START)[1:], pytest.param("one process", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    "start", ["torchrun", *(pytest.param(name, marks=pytest.mark.heavy) for name in list(START)[:2])]
+)
 def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str) -> None:
     run = Terminal(tmp_path / "run", START[start])
     run.close()

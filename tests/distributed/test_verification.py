@@ -191,8 +191,8 @@ def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> No
     assert first < 2.5 * plain  # a forward and a backward more, and what compares
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "number"), [(2, 12), pytest.param(3, 300, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize(("world", "number"), [(2, 12), (3, 300)])
 def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> None:
     runs = random_runs(number)
     found = said_by(runs, tmp_path, world=world)
@@ -203,7 +203,11 @@ def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if i in (1, 4) else pytest.mark.slow) for i, name in enumerate(COVERING)]
+    "name",
+    [
+        pytest.param(name, marks=() if i in (1, 4) else pytest.mark.slow if i < 4 else pytest.mark.heavy)
+        for i, name in enumerate(COVERING)
+    ],
 )
 def test_a_mutant_is_caught_at_run_time(name: str) -> None:
     mutant, run = next((mutant, run) for mutant, run in CASES if mutant.name == name)

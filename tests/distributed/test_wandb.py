@@ -134,7 +134,7 @@ def test_the_offline_file_holds_what_the_metrics_file_says(tmp_path: Path) -> No
     _are_artifacts(file, tmp_path / "checkpoints", best=min(evaluated, key=lambda record: record["eval_loss"])["step"])
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_table_has_the_best_of_names_that_mean_more_to_it(tmp_path: Path) -> None:
     """A held-out set ``v1.5``, and a star, with which W&B would take nothing at all from then on."""
     values = [2.0, 1.0, 3.0]
@@ -349,7 +349,7 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     does="trains on",
     says="metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
 )
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.heavy), "after"])
 def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:
     """Before W&B has begun, and after."""
     folder = tmp_path / "wandb"
@@ -381,7 +381,7 @@ def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Call
     _are(_upload(tmp_path), metrics(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_collapse_of_the_loss_scale_is_an_alert(tmp_path: Path) -> None:
     scaler = {"initial_scale_power": 40, "min_scale": 2.0**39, "max_scale": 2.0**40}  # far beyond what fp16 can hold
     settings = [f"precision.scaler.{key}={value}" for key, value in scaler.items()]

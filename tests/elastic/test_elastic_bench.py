@@ -11,7 +11,7 @@ import pytest
 from tests.support.commands import ROOT, environment
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_kill_is_put_into_a_table_and_a_picture(tmp_path: Path) -> None:
     keys = ("ranks=2", "kills=1", "quiet_s=8", "every_s=8", "ways=[elastic]", "channels=4", f"out={tmp_path}")
     command = [sys.executable, str(ROOT / "launch" / "bench"), "elastic", *keys]

@@ -152,6 +152,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("settings", _marked(VARIANTS, "an average that is evaluated, and clipped norms"))
 def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
@@ -309,6 +310,7 @@ def test_a_checkpoint_is_that_of_the_ranks_that_are_there(tmp_path: Path, refere
     assert first_difference(made.folder, reference("checkpoint.keep=0")) == ""
 
 
+@pytest.mark.heavy
 def test_a_newcomer_that_cannot_begin_is_told_and_is_not_the_runs_end(tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run") as made:
         faults: list[Fault] = [("0.1.1", "forward", 3, "kill"), ("*", "update", 8, "await go")]

@@ -31,6 +31,8 @@ ENGINES: dict[str, EngineConfig] = {
     "fsdp2 every": FSDP2Config(sync="every"),
     **({f"deepspeed {stage}": DeepSpeedConfig(stage=stage) for stage in range(4)} if WITH_DEEPSPEED else {}),
 }
+# CI launches one of each kind; the others are heavy, in a launch of their own.
+OF_EACH_KIND = tuple(name for name in ENGINES if name in ("ddp", "fsdp2 boundary", "deepspeed 2"))
 WORLDS = (1, 2, 4)
 # Some ranks have a micro-batch more than others in the last window: of 19 samples.
 MICRO_SIZES = {1: 5, 2: 3, 4: 4}
@@ -245,3 +247,13 @@ def error(before: Weights, after: Weights, truth: Weights) -> float:
 
 def _norm(tensors: Weights) -> float:
     return float(torch.cat([tensor.flatten() for tensor in tensors.values()]).norm())
+
+
+def in_groups(fixture: str) -> Any:
+    """Parametrizes a test by ``engine``, and ``fixture`` by the names of the engines that one launch has."""
+    import pytest  # noqa: PLC0415  ranks import this module, and need none
+
+    others = tuple(name for name in ENGINES if name not in OF_EACH_KIND)
+    groups = {OF_EACH_KIND: (), others: pytest.mark.heavy}
+    cells = [pytest.param(group, name, marks=marks, id=name) for group, marks in groups.items() for name in group]
+    return pytest.mark.parametrize((fixture, "engine"), cells, indirect=[fixture])

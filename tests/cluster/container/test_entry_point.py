@@ -50,6 +50,7 @@ def test_a_container_that_is_stopped_says_that_it_was_preempted(tmp_path: Path) 
     assert "resuming" in printed
 
 
+@pytest.mark.heavy
 def test_another_jobs_preemption_on_the_volume_is_not_its_own(tmp_path: Path) -> None:
     """Another container saves and leaves while this one runs: both exited with 75, and the done one was run again."""
     process = _start(tmp_path, "trainer.max_steps=4", "trainer.log_every=1", "trainer.eval_every=0")
@@ -83,6 +84,7 @@ def test_bad_configuration_is_exit_code_2(tmp_path: Path) -> None:
     assert printed.count("configuration error") == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(
     "the root file system and the home are read-only, as `launch/k8s/job.yaml` has it",
     group="directory",
@@ -111,6 +113,7 @@ def test_a_root_that_is_read_only(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/a/wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(
     "a Kubernetes job whose pods fail at one step again and again",
     group="processes",

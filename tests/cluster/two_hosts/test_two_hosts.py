@@ -104,6 +104,7 @@ def test_forecasts_are_within_a_fifth_of_what_is_measured(tmp_path: Path) -> Non
     assert (tmp_path / "validation.md").read_text().count("\n| ") == 1 + 1 + 9
 
 
+@pytest.mark.heavy
 def test_the_link_lets_no_more_through_than_its_rate(tmp_path: Path) -> None:
     """A megabyte at 8 Mbit/s takes a second, less what may leave at once."""
     need_hosts()

@@ -46,7 +46,7 @@ def _measured(name: str, *figures: dict[str, Any], error: str = "", small: bool 
     return Measured(part="speed", name=name, small=small).done(figures, error=error, seconds=1.23)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_target_that_does_not_hold_is_reported_and_ends_the_run_with_1(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_target_that_does_not_hold_is_reported_and_ends_the_run_with_1(
     assert "| correct | missed (small) | b | time | 4 ms | at most 3 ms | NO |" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_run_whose_measurements_fail_reports_them_all(tmp_path: Path) -> None:
     """One is right, one misses its target, one raises; a part is missing; a second run adds to it."""
     parts = {**PARTS, "speed": "tests.unit.launch.no_such_module"}

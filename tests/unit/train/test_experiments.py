@@ -69,7 +69,9 @@ def test_an_experiment_is_a_whole_run_that_plans(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == EXPERIMENTS[0] else pytest.mark.heavy) for name in EXPERIMENTS]
+)
 def test_an_experiment_trains_shrunken(name: str, tmp_path: Path) -> None:
     (np.arange(2000) % 5).astype("<u2").tofile(tmp_path / "shard.bin")
     shrunken = ("model.n_layer=1", "model.n_head=2", "model.n_embd=16", "data.seq_len=16", "data.vocab_size=2001")
