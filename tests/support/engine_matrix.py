@@ -256,4 +256,4 @@ def in_groups(fixture: str) -> Any:
     others = tuple(name for name in ENGINES if name not in OF_EACH_KIND)
     groups = {OF_EACH_KIND: (), others: pytest.mark.heavy}
     cells = [pytest.param(group, name, marks=marks, id=name) for group, marks in groups.items() for name in group]
-    return pytest.mark.parametrize((fixture, "engine"), cells, indirect=[fixture])
+    return pytest.mark.parametrize((fixture, "engine"), cells, indirect=[fixture], scope="module")
