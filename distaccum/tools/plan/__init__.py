@@ -1,6 +1,6 @@
-"""What a job will hold, send and take on a cluster, before anything is started: pure arithmetic, no torch.
+"""What a job will hold, send and take on a cluster, before anything is started.
 
-May import ``errors``, ``config`` and ``data/plan/``; of the package only the command ``distaccum plan`` imports it.
+The theory is pure arithmetic, without torch; only the command, and what builds a model or times it, loads that.
 Begin with ``window.py``: the time of one window, and what the model leaves out. The theory of each part is in its file:
 ``collectives.py`` (messages and collectives), ``overlap.py`` (what is hidden behind computing), ``volume.py`` (memory
 and traffic by ZeRO), ``memory.py`` (the peak, with activations that somebody has measured). ``report.py`` puts a whole
