@@ -66,6 +66,7 @@ def test_the_weights_are_those_of_whole_windows(launched: LaunchEnvironment, par
     _are_exact(launched, part)
 
 
+@pytest.mark.heavy
 @worlds
 def test_the_weights_are_those_of_whole_windows_with_every_setting(launched_long: LaunchEnvironment) -> None:
     _are_exact(launched_long, "settings")

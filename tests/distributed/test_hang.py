@@ -149,7 +149,8 @@ def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
     run.end(within_s=AFTER_FAILURE_S)  # the launcher kills the stopped one 30 s after the signal
 
 
-@pytest.mark.parametrize("setting", [pytest.param("+data.at=0", marks=pytest.mark.heavy), "+data.at=7"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("setting", ["+data.at=0", "+data.at=7"])
 def test_a_pause_that_is_no_hang_ends_nothing(tmp_path: Path, setting: str) -> None:
     """Five seconds before the first window, of which ten times the limit is allowed; and later within it."""
     limit = "trainer.hang_timeout=2s" if setting.endswith("=0") else "trainer.hang_timeout=8s"

@@ -75,7 +75,7 @@ def test_engines_and_four_world_sizes_go_on_from_each_other(tmp_path: Path) -> N
     _hold(tmp_path, (1, 2, 3, 4), "fp32", 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @needs_deepspeed
 def test_deepspeeds_state_goes_on_at_another_stage_world_size_and_engine(tmp_path: Path) -> None:
     _hold(tmp_path, (2,), "fp32", 1e-6, engines=("ddp", "deepspeed 1", "deepspeed 3"), resumed_on=(1,))

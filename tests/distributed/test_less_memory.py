@@ -87,7 +87,7 @@ def test_it_halves_until_it_fits_and_begins_again_at_zero_where_nothing_is_saved
         assert row["loss"] == pytest.approx(truth["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_it_ends_where_a_single_sample_does_not_fit(tmp_path: Path) -> None:
     code, said = _launched(tmp_path, "engine=fsdp2", "batch.micro_size=2", GREEDY_FROM="1", GREEDY_ROWS="0")
     assert code == 1

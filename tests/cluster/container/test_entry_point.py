@@ -67,6 +67,7 @@ def test_another_jobs_preemption_on_the_volume_is_not_its_own(tmp_path: Path) ->
     assert status(tmp_path / "runs" / "a")["state"] == "done"
 
 
+@pytest.mark.heavy
 def test_a_run_that_fails_is_no_preempted_one(tmp_path: Path) -> None:
     (tmp_path / "runs" / "b").mkdir(parents=True)
     (tmp_path / "runs" / "b" / "status.json").write_text('{"state": "preempted", "step": 3, "reason": "SIGTERM"}')

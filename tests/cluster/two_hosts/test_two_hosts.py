@@ -56,7 +56,8 @@ def _values(*overrides: str) -> dict[str, Any]:
         return plain(compose("link", overrides=list(overrides)))
 
 
-@pytest.mark.parametrize("accumulation", [2, pytest.param(8, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("accumulation", [2, 8])
 def test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits(
     tmp_path: Path, accumulation: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
