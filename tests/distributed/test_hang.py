@@ -161,6 +161,7 @@ def test_a_pause_that_is_no_hang_ends_nothing(tmp_path: Path, setting: str) -> N
     assert not (run.run_dir / "hang").exists()
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(
     "a rank hangs, and torchrun may restart (`--max-restarts`)",
     group="processes",

@@ -131,8 +131,8 @@ def test_preempted_at_random_moments_is_bitwise_uninterrupted(
     assert _exact(run_dir) == whole
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("times", [1, 10])
 def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Path, times: int) -> None:
     settings = [*(setting for setting in SETTINGS if "dropout" not in setting), "checkpoint.keep=0", wide.MODEL]
     succeed(*settings, f"hydra.run.dir={tmp_path / 'whole'}", world=2, PYTHONPATH=str(ROOT))

@@ -131,7 +131,7 @@ def test_a_fast_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numerics", ["fast", "reproducible"])
+@pytest.mark.parametrize("numerics", [pytest.param("fast", marks=pytest.mark.heavy), "reproducible"])
 def test_a_rank_that_is_gone_in_the_reduction_is_named_as_such(numerics: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -282,7 +282,7 @@ def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Pat
     says(finished.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path: Path) -> None:
     run_dir, note = tmp_path / "run", tmp_path / "note"
     os.mkfifo(note)  # nobody reads it, so that rank 0 waits there
@@ -376,7 +376,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
     assert not (tmp_path / "run" / "status.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path: Path) -> None:
     """The launcher has waited for it before another rank looks, so that it alone knows the signal."""
     process = _start([*SETTINGS, f"hydra.run.dir={tmp_path}"])

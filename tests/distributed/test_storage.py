@@ -90,7 +90,7 @@ def test_one_error_at_any_read_costs_nothing(cells: Cells, number: int, stride: 
         assert _kept(cell) == _kept(whole), cell
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.fault(
     "errors of the file system at every read from some moment on",
     group="checkpoints",

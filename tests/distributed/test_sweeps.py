@@ -69,6 +69,7 @@ def test_a_run_that_diverges_is_a_failed_trial_and_the_sweep_goes_on(tmp_path: P
     assert "NaN" in finished.stderr
 
 
+@pytest.mark.heavy
 def test_a_sweep_takes_no_result_of_another_choice_for_its_own(tmp_path: Path) -> None:
     """Without a fixed seed Optuna chooses other rates for the same folders."""
     sweep, interval = tmp_path / "sweep", "optim.lr=tag(log, interval(1e-4, 1e-1))"

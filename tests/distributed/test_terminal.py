@@ -167,7 +167,8 @@ def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str)
 @pytest.mark.fault(
     "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
 )
-@pytest.mark.parametrize("start", [pytest.param("one process", marks=pytest.mark.heavy), "launch/train.sh"])
+@pytest.mark.heavy
+@pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
 def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # nohup.out
     run = Terminal(tmp_path / "run", ["nohup", *START[start]])

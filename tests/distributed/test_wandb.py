@@ -259,7 +259,7 @@ class _Server:
             stream.close()
 
 
-@pytest.fixture(params=["refuses", "hangs", pytest.param("answers 500", marks=pytest.mark.heavy)])
+@pytest.fixture(params=["hangs", *(pytest.param(one, marks=pytest.mark.heavy) for one in ("refuses", "answers 500"))])
 def server(request: pytest.FixtureRequest) -> Iterator[_Server | None]:
     if request.param == "refuses":
         yield None
