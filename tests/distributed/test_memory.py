@@ -57,8 +57,9 @@ def _fail(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess
     ],
 )
 def test_memory_that_is_over_names_the_micro_batch_and_the_remedy(
-    tmp_path: Path, how: str, said: str, hang_timeout: str, says: Callable[[str], None]
+    tmp_path: Path, how: str, hang_timeout: str, says: Callable[[str], None]
 ) -> None:
+    said = {"host": "can't allocate memory: you tried to allocate", "device": "CUDA out of memory."}[how]
     model = ("~model", "+model._target_=tests.support.hungry.Hungry", "+data.how=none", "trainer.verify=never")
     finished = _fail(tmp_path, *model, f"trainer.hang_timeout={hang_timeout}", HOW=how)
     for told in (finished.stderr, status(tmp_path)["reason"]):
