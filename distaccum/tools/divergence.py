@@ -29,12 +29,12 @@ def who_differs(everyone: Mapping[int, Mapping[str, int]], when: str, saved: obj
         who += " from the other ranks" if len(odd) < len(everyone) - 1 or size > 1 else f" from rank {most[0]}"
     else:
         who = "ranks differ: " + " against ".join(shorten(ranks) for ranks in groups.values())
-    what = "the optimizers' state is" if of_state else "the weights are"
+    what = "the optimizers' state is no longer" if of_state else "the weights are no longer"
     where = shorten(names) if names else "what has changed since"
     last = "the last checkpoint" if saved is None else f"{saved}, the last checkpoint"
     own = " an optimizer that keeps what it computes from its own shard," if of_state else ""
     return (
-        f"{what} no longer the same on every rank {when}: {who}, in {where} "
+        f"{what} the same on every rank {when}: {who}, in {where} "
         f"({len(names)} of {len(known)} tensors). Something changed them past the engine on some ranks only: an "
         f"in-place edit, a step or an EMA on one rank, other data in a load,{own} or a defect of the hardware. "
         f"Resume from {last}; trainer.on_divergence=warn goes on"

@@ -149,7 +149,8 @@ def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, ref
         assert first_difference(made.folder, reference("engine=fsdp2")) == ""
 
 
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.heavy) for stage in (0, 1, 3))])
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_goes_back_in_the_same_processes(stage: int, tmp_path: Path, reference: References) -> None:
     pytest.importorskip("deepspeed")
     faults: list[Fault] = [("0.1.1", "backward", 3, "kill"), ("*", "update", 9, "await ready-0.1.2")]

@@ -278,6 +278,7 @@ def test_an_error_on_one_rank_is_that_ranks_end_and_not_the_runs(tmp_path: Path,
     assert status(made.folder) == status(reference()) | {"ranks": 1}
 
 
+@pytest.mark.heavy
 def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> None:
     for member in ("0.0.1", "0.1.1"):
         with job(tmp_path / member) as made:
@@ -287,6 +288,7 @@ def test_a_process_that_dies_before_the_run_begins_ends_it(tmp_path: Path) -> No
             assert f"rank {rank} was killed by SIGKILL before the run had begun" in made.said()
 
 
+@pytest.mark.heavy
 def test_where_nobody_is_left_the_agent_writes_why_and_says_how_to_go_on(tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run", "elastic.rejoin=false") as made:
         made.start("--nproc=2", faults=kills(("0.1.1", "forward", 7), ("0.0.1", "forward", 9)))
