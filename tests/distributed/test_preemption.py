@@ -184,6 +184,7 @@ def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals
     assert (exit_code == 0) == (whom == "worker")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "`trainer.max_time` is about to be over",
     group="signals",

@@ -192,6 +192,7 @@ def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
     assert len(metrics(tmp_path)) == 7
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_not_reused_by_mistake(tmp_path: Path) -> None:
     succeed(*SETTINGS, "resume=never", "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
     refused = run(*SETTINGS, "resume=never", f"hydra.run.dir={tmp_path}")

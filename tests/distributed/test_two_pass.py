@@ -30,6 +30,7 @@ def _run(folder: Path, cells: Sequence[Cell], world: int, *, warm: str = "distac
     return found
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_whole_window_on_three_ranks(tmp_path: Path) -> None:
     cells: list[Cell] = [{"engine": engine, **size} for engine in ENGINES for size in SIZES]
     cells += [{"engine": "ddp", "loss": "balanced"}, {"engine": "fsdp2 every", "loss": "balanced", "size": 26}]

@@ -238,7 +238,7 @@ def test_a_model_that_remembers_is_refused(gloo_world: World) -> None:
     assert torch.equal(flat(model), before)
 
 
-@pytest.mark.parametrize("name", ["blocks", "model"])
+@pytest.mark.parametrize("name", [pytest.param("blocks", marks=pytest.mark.slow), "model"])
 def test_a_compiled_model(gloo_world: World, name: str) -> None:
     loss, model = compared.Contrast(), make_model("contrast")
     config = CompileConfig(name=name, backend="eager", blocks=["image", "text"] if name == "blocks" else [])

@@ -179,6 +179,7 @@ def test_what_others_call_a_precision_is_the_same_one(alias: str, name: str) -> 
     assert PrecisionConfig.of(alias) == PrecisionConfig(name=name)
 
 
+@pytest.mark.slow
 def test_every_precision_of_the_yaml_groups_composes_to_the_policy_that_it_names() -> None:
     assert {path.stem for path in (conf_dir() / "precision").glob("*.yaml")} == {*PRECISIONS}
     with initialize_config_dir(str(conf_dir()), version_base=None):

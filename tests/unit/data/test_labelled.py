@@ -73,6 +73,7 @@ def test_samples_are_padded_where_they_meet(tmp_path: Path) -> None:
     assert batch["labels"].shape == (8,)
 
 
+@pytest.mark.slow
 def test_every_process_makes_the_same_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ def test_hooks_run_and_copies_compute_with_their_own_weights(gloo_world: World) 
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_forward_of_the_users_own_is_compiled_and_given_back(gloo_world: World) -> None:
     model = Net()
     own = model.blocks[0].forward

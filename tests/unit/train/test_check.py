@@ -116,7 +116,9 @@ def test_an_error_is_said_where_hydra_logs_nothing(
     assert "batch.micro_size=0: must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("precision", ["choice(no,bf16-mixed)", "no, bf16-mixed", "'16-mixed'"])
+@pytest.mark.parametrize(
+    "precision", ["choice(no,bf16-mixed)", pytest.param("no, bf16-mixed", marks=pytest.mark.slow), "'16-mixed'"]
+)
 def test_aliases_may_be_swept_over_and_quoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ) -> None:
