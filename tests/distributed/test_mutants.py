@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.mutants import engines as engine_mutants
@@ -24,6 +27,14 @@ def test_what_a_mutant_replaces_is_in_the_package_once(mutant: Mutant) -> None:
     for file, old, new in mutant.edits:
         assert (ROOT / "distaccum" / file).read_text().count(old) == 1, f"bring the mutant up to date: {file}, {old!r}"
         assert old != new
+
+
+@pytest.mark.slow
+def test_the_tests_beside_the_mutants_of_the_modes_are_there() -> None:
+    tests = dict.fromkeys(test for test, _ in mode_mutants.MUTANTS)
+    collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *tests]
+    found = subprocess.run(collecting, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-2000:]
 
 
 @pytest.mark.heavy

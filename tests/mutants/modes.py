@@ -145,7 +145,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{ALONE}[rotary-ddp-1]",
+        f"{ALONE}[ddp-1-rotary]",
         Mutant(
             "packing: the mask of documents left out",
             (
@@ -158,7 +158,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{ALONE}[rotary-fsdp2-2]",
+        f"{ALONE}[fsdp2-2-rotary]",
         Mutant(
             "packing: positions go on from document to document",
             (
@@ -171,7 +171,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{ALONE}[learned-ddp-1]",
+        f"{ALONE}[ddp-1-learned]",
         Mutant(
             "packing: learned positions are those of the row",
             (
@@ -184,7 +184,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        f"{ALONE}[rotary-ddp-2]",
+        f"{ALONE}[ddp-2-rotary]",
         Mutant(
             "packing: the rest of a row has labels",
             (
