@@ -317,7 +317,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 ("engines/ddp/reducer.py", "        hooks.clear()\n", "        pass\n"),
             ),
             (
-                f"{MEMORY}what_fails_once_is_cut_from_then_on",
+                "tests/unit/engines/test_memory_marks.py::"
+                "test_a_failure_takes_the_proof_of_what_is_no_smaller_and_what_runs_after_all_is_not_too_large",
                 "the mark is not lowered",
                 (
                     "engines/memory_marks.py",
