@@ -26,6 +26,7 @@ LORA = "tests/distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces
 MEMORY = "tests/distributed/test_out_of_memory.py::test_"
 ANYWHERE = f"{MEMORY}a_window_stays_the_same_wherever_memory_runs_out_in_it"
 REFUSED = "tests/unit/accumulation/test_restart.py::test_"
+MARKS = "tests/unit/engines/test_memory_marks.py::"
 LESS = "tests/distributed/test_less_memory.py::test_"
 COUNTS = (
     "tests/unit/engines/test_reproducible.py::test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order"
@@ -317,8 +318,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 ("engines/ddp/reducer.py", "        hooks.clear()\n", "        pass\n"),
             ),
             (
-                "tests/unit/engines/test_memory_marks.py::"
-                "test_a_failure_takes_the_proof_of_what_is_no_smaller_and_what_runs_after_all_is_not_too_large",
+                f"{MARKS}test_a_failure_takes_the_proof_of_what_is_no_smaller_and_what_runs_after_all_is_not_too_large",
                 "the mark is not lowered",
                 (
                     "engines/memory_marks.py",
