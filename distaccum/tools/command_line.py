@@ -60,20 +60,20 @@ class Composed:
         engine = self.choices.get("engine", "")
         if group == "engine" and rest and engine in ENGINES:
             return unknown_key(key, value, engine)
+        parent, _, last = key.rpartition(".")
+        around = OmegaConf.select(self.node, parent) if parent else None
+        target = around.get("_target_") if isinstance(around, DictConfig) else None
+        takes = _arguments(parent, str(target)) if target is not None else []
+        if last in takes:
+            problem = f"not stated in the configuration, but {target} takes it"
+            return ConfigError(key, value, problem, f"Add it with +{key}={'VALUE' if value is None else value}")
         chosen = self.choices.get(group)
         others = [name for name in _choices_with(group, rest) if name != chosen] if rest and chosen else []
         if others and rest not in self._below(group):
             problem = f"a setting of {group}={shorten(others, 1)}, not of {group}={chosen}"
             return ConfigError(key, value, problem, f"Use {group}={others[0]}, or leave it out")
-        parent, _, last = key.rpartition(".")
-        around = OmegaConf.select(self.node, parent) if parent else None
-        target = around.get("_target_") if isinstance(around, DictConfig) else None
         if target is None or around is None:
             return unknown_key(key, value, engine, self.settings())
-        takes = _arguments(parent, str(target))
-        if last in takes:
-            problem = f"not stated in the configuration, but {target} takes it"
-            return ConfigError(key, value, problem, f"Add it with +{key}={'VALUE' if value is None else value}")
         hint = near_misses(last, {*map(str, around), *takes})
         return ConfigError(key, value, f"no such setting{hint}", f"{target} takes {shorten(takes, _MOST)}")
 

@@ -269,6 +269,8 @@ def export(
     if not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoint.parent.glob("step-*")))
         raise CheckpointError(f"{checkpoint}: there is no such folder{there and f'; beside it are {there}'}")
+    if there := ", ".join(sorted(path.name for path in (checkpoint / "checkpoints").glob("step-*"))):
+        raise CheckpointError(f"{checkpoint} is a run: name one of its checkpoints ({there} in checkpoints)")
     size = int(bytes_of("--max-shard-size", max_shard_size))
     one_file = target.suffix == ".safetensors"
     if one_file and config_from is not None:

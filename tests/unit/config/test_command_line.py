@@ -101,6 +101,7 @@ def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: st
             marks=pytest.mark.slow,
         ),
         ([], "optim.optimizer.amsgrad", "but torch.optim.AdamW takes it. Add it with +optim.optimizer.amsgrad=4"),
+        (["data=labelled"], "data.vocab_size", "labelled takes it. Add it with +data.vocab_size=4"),  # others state it
         pytest.param(["data=text"], "data.pth", "no such setting; did you mean path?", marks=pytest.mark.slow),
         (["modle.channels=3", "model=none"], "trainer.max_step", "did you mean trainer.max_steps"),
         (["model='cnn','gpt'"], "model.n_head", "not of model=cnn"),  # the first of a sweep
