@@ -108,6 +108,7 @@ def test_a_stopped_rank_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
     assert "world.py" in stacks or "engine" in stacks
 
 
+@pytest.mark.heavy
 @pytest.mark.fault(
     "a loading process is stopped",
     group="processes",

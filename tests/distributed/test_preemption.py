@@ -110,7 +110,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     group="signals",
     does="all ranks save and leave, `preempted`; resumed it is bitwise as if it had not been",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.heavy)])
 def test_preempted_at_random_moments_is_bitwise_uninterrupted(
     tmp_path: Path, whole: list[list[Any]], times: int

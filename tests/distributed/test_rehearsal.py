@@ -27,7 +27,9 @@ def _weights(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero1", marks=pytest.mark.heavy), "fsdp2"])
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("zero1", "fsdp2"))]
+)
 def test_it_is_bitwise_the_run_with_that_size_stated(engine: str, tmp_path: Path) -> None:
     """Weights, buffers and random numbers are what they were before it, and the data's order does not change."""
     found, stated, resumed = tmp_path / "found", tmp_path / "stated", tmp_path / "found"

@@ -42,7 +42,7 @@ def test_a_few_cells_are_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
     _expect_same(FEW, (1, 3), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 def test_a_covering_set_is_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
     """But for the few of the test above."""

@@ -175,7 +175,7 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
         ("kill", "was killed by SIGKILL", "0"),
         pytest.param("kill", "was killed by SIGKILL", "1", marks=pytest.mark.heavy),
         pytest.param("leave", "ended with exit code 3 without an error", "0", marks=pytest.mark.heavy),
-        ("leave", "ended with exit code 3 without an error", "1"),
+        pytest.param("leave", "ended with exit code 3 without an error", "1", marks=pytest.mark.heavy),
     ],
 )
 def test_the_status_names_a_rank_that_died_in_silence(
@@ -197,7 +197,7 @@ def test_the_status_names_a_rank_that_died_in_silence(
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path) -> None:
     """Rank 0 looks only when the launcher has waited for rank 1 already, as on a busy machine."""
     arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
@@ -348,7 +348,7 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     group="processes",
     does="the ranks end at once; the run directory is as it was",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("already", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path, *, already: bool) -> None:
     """A process that asks for its parent's end only afterwards is not told of one that was before."""

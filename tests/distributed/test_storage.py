@@ -67,7 +67,7 @@ def _is_there(cell: dict[str, Any]) -> bool:
     return set(cell["checkpoints"]) >= {"step-1", "step-2"} or set(cell["checkpoints"]) >= {"step-2", "step-3"}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("number", "stride"),
     [
@@ -112,7 +112,7 @@ def test_errors_that_stay_end_the_run_and_lose_nothing(cells: Cells, says: Calla
         assert _kept(cell["after"]) == _kept(whole), cell
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.heavy)])
 @pytest.mark.fault(
     "a full disk at any write: a checkpoint's files, its seal, `latest`, the history",

@@ -54,7 +54,7 @@ def test_optuna_finds_the_best_of_what_the_runs_recorded(tmp_path: Path, world: 
         assert all(name.startswith("eval_") or any(fnmatchcase(name, one) for one in OF_RECORDS) for name in record)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_a_run_that_diverges_is_a_failed_trial_and_the_sweep_goes_on(tmp_path: Path, world: int) -> None:
     """A rate of 1e30 gives NaN in the second update; the other ranks wait for the next trial."""
     sweep, rates = tmp_path / "sweep", "optim.lr=choice(1e-3,1e30)"

@@ -88,6 +88,7 @@ def _same_to_the_last_bits(made: Job, undisturbed_run: Path) -> None:
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
+@pytest.mark.heavy
 def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, reference: References) -> None:
     faults: list[Fault] = [("0.2.1", "forward", 3, "kill"), ("*", "update", 9, "await ready-0.2.2")]
     made = elastic(tmp_path / "run", *_FSDP2, faults=faults)

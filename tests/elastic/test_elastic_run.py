@@ -46,17 +46,13 @@ CHAINS = {
 }
 
 
-OFTEN = ("while it sends",)
-"""Run with the slow tests; the others are heavy, as they are many."""
-
-
 def _marked(cases: Mapping[str, Any], *often: str) -> list[Any]:
     return [
         pytest.param(case, id=name, marks=() if name in often else pytest.mark.heavy) for name, case in cases.items()
     ]
 
 
-@pytest.mark.parametrize("chain", _marked(CHAINS, *OFTEN))
+@pytest.mark.parametrize("chain", _marked(CHAINS))
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:
@@ -189,6 +185,7 @@ def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: Referen
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
+@pytest.mark.heavy
 def test_another_process_joins_and_a_rank_that_stands_still_is_left_behind(
     tmp_path: Path, reference: References
 ) -> None:

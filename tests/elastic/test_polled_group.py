@@ -178,7 +178,9 @@ def _goes_on(store: Any, name: str, notes: Notes, when: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("when", ["inside", "before", "idle", "backward"])
+@pytest.mark.parametrize(
+    "when", ["inside", "backward", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("before", "idle"))]
+)
 def test_the_survivors_of_a_kill_notice_it_and_go_on(tmp_path: Path, when: str) -> None:
     with members(tmp_path, say_gone=False) as started:
         for rank in range(RANKS):

@@ -19,6 +19,7 @@ def _windows(folder: Path, *arguments: object, world: int) -> list[dict[str, Any
     return [json.loads(line) for line in (folder / "windows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.heavy
 def test_ranks_and_engines_record_the_same_window(tmp_path: Path) -> None:
     """Ten samples are fives on two ranks, and cut into other micro-batches than on one; eight are not."""
     base = _windows(tmp_path / "base", world=1)

@@ -151,6 +151,7 @@ def test_torch_that_cannot_be_imported_is_what_is_wrong(tmp_path: Path) -> None:
     assert [section["title"] for section in told["sections"]][:4] == ["Software", "Machine", "Network", "Job"]
 
 
+@pytest.mark.heavy
 def test_two_hosts_are_measured_beside_their_link(tmp_path: Path) -> None:
     """100 Mbit/s, over a virtual link that is sold as 10 Gbit/s: noted, and the rate is that of the link."""
     need_hosts()

@@ -445,7 +445,7 @@ def _kept(loss: Any, logits: Tensor, batch: Any) -> int:
     ("backend", "names"),
     [
         ("aot_eager", ("cross entropy", "weighted", "multi_label")),
-        pytest.param("inductor", ("cross entropy",), marks=pytest.mark.slow),
+        pytest.param("inductor", ("cross entropy",), marks=pytest.mark.heavy),
     ],
 )
 def test_compiled_losses_are_as_near_to_the_true_ones_as_eager_ones(
