@@ -160,7 +160,7 @@ class CheckpointStore:
                 return path
         return None
 
-    def mark_best(self, path: Path, *, metric: str, value: float) -> None:
+    def mark_best(self, path: Path, *, metric: str, mode: str, value: float) -> None:
         """Keeps a checkpoint of this store beside the newest ones, in place of the one before; rank 0 calls it.
 
         Called before ``path`` is published: until then, the one before is the best.
@@ -170,7 +170,8 @@ class CheckpointStore:
             before = before.get("before")
         if before is not None:
             before = {name: value for name, value in before.items() if name != "before"}
-        write_json(self.root / _BEST, {"checkpoint": path.name, "metric": metric, "value": value, "before": before})
+        found = {"checkpoint": path.name, "metric": metric, "mode": mode, "value": value}
+        write_json(self.root / _BEST, found | {"before": before})
 
     def best(self, *, only_reads: bool = False) -> dict[str, Any] | None:
         """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone.

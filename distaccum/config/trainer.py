@@ -26,6 +26,7 @@ from distaccum.config.checks import (
     require_verify,
     seconds_of,
 )
+from distaccum.config.direction import MODES, mode_of
 
 # How an elastic job deals with ranks that are lost and ranks that come.
 
@@ -233,7 +234,9 @@ class CheckpointConfig:
             where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
         best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
             null: none.
-        best_mode (min | max): which value of ``checkpoint.best`` is the best.
+        mode (min | max): which value of ``checkpoint.best`` is the best one; null: what its name says, as of a loss or
+            an accuracy. A name that says nothing needs it.
+        best_mode: the older name of ``checkpoint.mode``.
     """
 
     every: int = 50
@@ -241,17 +244,32 @@ class CheckpointConfig:
     keep: int = 2
     background: Any = AUTO
     best: Optional[str] = None  # noqa: UP045
-    best_mode: str = "min"
+    mode: Optional[str] = None  # noqa: UP045
+    best_mode: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         require_annotated("checkpoint", self)
         require_choice("checkpoint.background", self.background, (True, False, AUTO))
         require_positive("checkpoint.every_minutes", self.every_minutes)
-        require_choice("checkpoint.best_mode", self.best_mode, ("min", "max"))
+        for name, mode in (("mode", self.mode), ("best_mode", self.best_mode)):
+            if mode is not None:
+                require_choice(f"checkpoint.{name}", mode, MODES)
+        once = None in (self.mode, self.best_mode) or self.mode == self.best_mode
+        require(
+            once, "checkpoint.best_mode", self.best_mode, f"and checkpoint.mode={self.mode}", "State the mode alone"
+        )
         saves = self.best is None or self.saves
         require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
         require_count("checkpoint.every", self.every, off="0 to save none")
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
+
+    def mode_of_best(self) -> str:
+        """``min`` or ``max``, as it is stated or ``best`` says.
+
+        Raises:
+            ConfigError: neither tells.
+        """
+        return mode_of("checkpoint.mode", self.best or "", self.mode or self.best_mode)
 
     @property
     def saves(self) -> bool:

@@ -403,11 +403,14 @@ class Engine(ABC):
     def close(self) -> None:
         """Gives model and optimizers back: unwrapped, without hooks, guards and gradients; local, and final.
 
-        Where parameters are sharded they stay so.
+        Where parameters are sharded they stay so. A rate that a schedule has moved is the one again that the optimizer
+        was built with, which another run begins from.
         """
         if not self._closed:
             for group in self._rated:
-                group.pop("initial_lr", None)
+                built_with = group.pop("initial_lr", group["lr"])
+                if self._settings.rates_are_scheduled:
+                    group["lr"] = built_with
         self._closed = True
         self._close_window()
         if self.compiled is not None:

@@ -49,7 +49,7 @@ def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) ->
         config=shown(config, _plan(run_dir), None),
         settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_TIMEOUT_S, x_disable_meta=True),
     ) as run:
-        sender = Sender(run, (checkpoint.get("best"), checkpoint.get("best_mode", "min")))
+        sender = Sender(run, (checkpoint.get("best"), checkpoint.get("mode") or checkpoint.get("best_mode")))
         for record in records_of(path):
             sender.send(record)
             number += 1

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.config.checks import require_choice, require_count
+from distaccum.config.direction import MODES, known_mode, mode_of
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
@@ -40,6 +41,9 @@ class Callback:
     def lr_factor(self) -> float:
         """A factor of every learning rate, next to the schedule's; the same on every rank, and read at each step."""
         return 1.0
+
+    def reset(self) -> None:
+        """Forgets a run before; called as a run begins, before a checkpoint's state is restored."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
         """Called after an applied update. With this or :meth:`on_skip` the host waits for each window."""
@@ -141,10 +145,18 @@ def states(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
 
 
 def restore(callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives the callbacks the :func:`states` of a checkpoint; one that it has not stays as it is."""
+    """Gives the callbacks the :func:`states` of a checkpoint: each the first one that is left of its class.
+
+    State that names a ``metric`` and a ``mode`` is for a callback whose own names the same. One for which there is none
+    stays as it is.
+    """
+    left = dict(states)
     for name, callback in named(callbacks).items():
-        if name in states:
-            callback.load_state_dict(states[name])
+        own, kind = callback.state_dict(), name.rpartition("-")[0]
+        for key in [key for key in left if key.rpartition("-")[0] == kind]:
+            if all(left[key].get(about, own.get(about)) == own.get(about) for about in ("metric", "mode")):
+                callback.load_state_dict(left.pop(key))
+                break
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -157,35 +169,85 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return found
 
 
-class EarlyStopping(Callback):
+class Judging(Callback):
+    """Asks of each evaluation whether a result has improved.
+
+    Args:
+        key: of its settings, for messages.
+        metric: of the evaluation, such as ``eval_loss``.
+        mode (min | max): which value is the better one; None: what the metric's name says.
+        larger_is_better: the older word for it; true is ``max``.
+
+    Raises:
+        ConfigError: no such mode, or two that differ.
+    """
+
+    needs_evaluation = True
+
+    def __init__(self, key: str, metric: str, mode: str | None, larger_is_better: bool | None) -> None:
+        if larger_is_better is not None:
+            older = "max" if larger_is_better else "min"
+            if mode not in (None, older):
+                problem = f"and larger_is_better={larger_is_better}"
+                raise ConfigError(f"{key}.mode", mode, problem, "State the mode alone")
+            mode = older
+        if mode is not None:
+            require_choice(f"{key}.mode", mode, MODES)
+        self.watched_result = self._metric = metric
+        self._key, self._mode = key, mode or known_mode(metric)
+
+    def require_mode(self) -> None:
+        """Raises ConfigError where there is no mode, and the metric's name does not say what is better."""
+        mode_of(f"{self._key}.mode", self._metric, self._mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the state is of."""
+        return {"metric": self._metric, "mode": self._mode}
+
+    def _result(self, results: Mapping[str, float]) -> float:
+        if self._metric not in results:
+            remedy = f"Use one of {', '.join(results)}"
+            raise ConfigError(f"{self._key}.metric", self._metric, "the evaluation has no such result", remedy)
+        return results[self._metric]
+
+
+class EarlyStopping(Judging):
     """Stops a run whose evaluations no longer improve.
 
     Args:
         metric: of the evaluation, such as ``eval_loss``.
         patience: evaluations in a row without an improvement.
         min_delta: what counts as an improvement, in the metric's own unit.
-        larger_is_better: as for an accuracy.
+        mode (min | max): which value is the better one; null: what the metric's name says, as of a loss or an accuracy.
+        larger_is_better: the older word for it; true is ``max``.
 
     Raises:
-        ConfigError: a patience below 1.
+        ConfigError: a patience below 1, or no such mode.
     """
 
-    needs_evaluation = True
-
     def __init__(
-        self, *, metric: str = "eval_loss", patience: int = 3, min_delta: float = 0.0, larger_is_better: bool = False
+        self,
+        *,
+        metric: str = "eval_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str | None = None,
+        larger_is_better: bool | None = None,
     ) -> None:
         if patience < 1:
             remedy = "Use a whole number from 1"
             raise ConfigError("callbacks.early_stop.patience", patience, "must be at least 1", remedy)
-        self.watched_result = metric
-        self._metric, self._patience, self._min_delta = metric, patience, min_delta
-        self._sign = -1.0 if larger_is_better else 1.0
+        super().__init__("callbacks.early_stop", metric, mode, larger_is_better)
+        self._patience, self._min_delta = patience, min_delta
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a run before."""
         self._best, self._waited = float("inf"), 0
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         """Raises ConfigError if there is no such metric."""
-        value = self._sign * _result("callbacks.early_stop.metric", self._metric, results)
+        value = (-1 if self._mode == "max" else 1) * self._result(results)
         if value < self._best - self._min_delta:
             self._best, self._waited = value, 0
             return
@@ -194,15 +256,15 @@ class EarlyStopping(Callback):
             run.stop(f"{self._metric} has not improved in {self._waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far, and how long ago it was."""
-        return {"best": self._best, "waited": self._waited}
+        """The best value so far (with ``max`` its negative), how long ago it was, and what it is of."""
+        return {"best": self._best, "waited": self._waited} | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the best value and the count."""
         self._best, self._waited = state["best"], state["waited"]
 
 
-class ReduceLROnPlateau(Callback):
+class ReduceLROnPlateau(Judging):
     """Multiplies every learning rate by ``factor`` where an evaluation's result no longer improves.
 
     It counts as ``torch.optim.lr_scheduler.ReduceLROnPlateau`` does, next to the schedule: what it has found is a
@@ -216,13 +278,12 @@ class ReduceLROnPlateau(Callback):
         threshold_mode (rel | abs): how ``threshold`` is meant.
         cooldown: evaluations after a reduction that are not counted.
         min_factor: the product of all reductions never falls below.
-        larger_is_better: as for an accuracy.
+        mode (min | max): which value is the better one; null: what the metric's name says, as of a loss or an accuracy.
+        larger_is_better: the older word for it; true is ``max``.
 
     Raises:
-        ConfigError: a value out of range.
+        ConfigError: a value out of range, or no such mode.
     """
-
-    needs_evaluation = True
 
     def __init__(
         self,
@@ -234,7 +295,8 @@ class ReduceLROnPlateau(Callback):
         threshold_mode: str = "rel",
         cooldown: int = 0,
         min_factor: float = 0.0,
-        larger_is_better: bool = False,
+        mode: str | None = None,
+        larger_is_better: bool | None = None,
     ) -> None:
         key = "callbacks.plateau"
         for name, value in (("factor", factor), ("min_factor", min_factor)):
@@ -243,11 +305,15 @@ class ReduceLROnPlateau(Callback):
         require_count(f"{key}.patience", patience)
         require_count(f"{key}.cooldown", cooldown)
         require_choice(f"{key}.threshold_mode", threshold_mode, ("rel", "abs"))
-        self.watched_result = metric
-        self._metric, self._factor, self._patience = metric, factor, patience
+        super().__init__(key, metric, mode, larger_is_better)
+        self._factor, self._patience = factor, patience
         self._threshold, self._relative = threshold, threshold_mode == "rel"
-        self._cooldown, self._min_factor, self._larger = cooldown, min_factor, larger_is_better
-        self._best = -float("inf") if larger_is_better else float("inf")
+        self._cooldown, self._min_factor = cooldown, min_factor
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a run before."""
+        self._best = -float("inf") if self._mode == "max" else float("inf")
         self._bad, self._cooling, self._reached = 0, 0, 1.0
 
     @property
@@ -257,7 +323,7 @@ class ReduceLROnPlateau(Callback):
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         """Raises ConfigError if there is no such metric."""
-        value = _result("callbacks.plateau.metric", self._metric, results)
+        value = self._result(results)
         if self._improves(value):
             self._best, self._bad = value, 0
         else:
@@ -269,22 +335,17 @@ class ReduceLROnPlateau(Callback):
             self._cooling, self._bad = self._cooldown, 0
 
     def _improves(self, value: float) -> bool:
-        sign = 1 if self._larger else -1
+        sign = 1 if self._mode == "max" else -1
         if self._relative:
             return sign * value > sign * self._best * (1 + sign * self._threshold)
         return sign * value > sign * self._best + self._threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """The best result, what was counted since, and the factor so far."""
-        return {"best": self._best, "bad": self._bad, "cooling": self._cooling, "reached": self._reached}
+        """The best result, what was counted since, the factor so far, and what they are of."""
+        counted = {"best": self._best, "bad": self._bad, "cooling": self._cooling, "reached": self._reached}
+        return counted | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores :meth:`state_dict`."""
         self._best, self._bad, self._cooling = state["best"], state["bad"], state["cooling"]
         self._reached = state["reached"]
-
-
-def _result(key: str, metric: str, results: Mapping[str, float]) -> float:
-    if metric not in results:
-        raise ConfigError(key, metric, "the evaluation has no such result", f"Use one of {', '.join(results)}")
-    return results[metric]

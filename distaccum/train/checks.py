@@ -36,7 +36,7 @@ from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, sc
 from distaccum.losses.normalize import SINGLE
 from distaccum.program import HOST_MEMORY, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
-from distaccum.train.callbacks import Callback
+from distaccum.train.callbacks import Callback, Judging
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
 from distaccum.train.packing import check_padding
@@ -307,6 +307,7 @@ def check_results(run: Stated) -> None:
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
         _check_result("checkpoint.best", best, best, data, names)
+        config.checkpoint.mode_of_best()
     for objective in names_of(config.objective):
         if not objective.startswith("eval_"):
             check_of_records(objective)
@@ -319,6 +320,8 @@ def check_results(run: Stated) -> None:
         if callback.watched_result is not None:
             shown = f"{type(callback).__name__}(metric={callback.watched_result!r})"
             _check_result("callbacks", shown, callback.watched_result, data, names)
+        if isinstance(callback, Judging):
+            callback.require_mode()
 
 
 def _check_result(key: str, value: str, name: str, data: DataSpec, names: Callable[[], list[str] | None]) -> None:

@@ -388,6 +388,8 @@ def prepare_run(
     With the run come the random numbers that it begins with: what is imported until then may draw.
     """
     screen.enter(session.says)
+    for callback in components.callbacks if session.is_first else ():
+        callback.reset()
     restore = session.restore(components, world)
     utilization = load(UTILIZATION)(components, world.size) if world.is_main else None
     modules = load(MODULES)(components.model) if world.is_main else []  # an engine may take it apart

@@ -182,7 +182,7 @@ class BestCheckpoint:
     """Which evaluation has been the best of the run, also across resumes; a collective to make.
 
     Args:
-        config: ``best`` names a result of the evaluation, null: none; ``best_mode`` says what is better.
+        config: ``best`` names a result of the evaluation, null: none; its mode says what is better.
         store: keeps the checkpoint, and which it is.
         world: this rank.
     """
@@ -192,7 +192,8 @@ class BestCheckpoint:
         self._value, self._name = math.nan, ""
         if config.best is not None:
             kept = json.loads(world.broadcast_str(json.dumps(store.best() if world.is_main else None)))
-            if kept is not None and kept["metric"] == config.best:
+            same = kept is not None and kept["metric"] == config.best
+            if same and kept.get("mode", config.mode_of_best()) == config.mode_of_best():
                 self._value, self._name = float(kept["value"]), str(kept["checkpoint"])
 
     def improves(self, evaluation: Mapping[str, float]) -> bool:
@@ -207,7 +208,7 @@ class BestCheckpoint:
         if name not in evaluation:
             known = ", ".join(evaluation)
             raise ConfigError("checkpoint.best", name, f"the evaluation gives {known}", "Name one of these")
-        sign = 1.0 if self._config.best_mode == "min" else -1.0
+        sign = 1.0 if self._config.mode_of_best() == "min" else -1.0
         value = sign * evaluation[name]
         return value < (math.inf if math.isnan(self._value) else sign * self._value)
 
@@ -222,7 +223,8 @@ class BestCheckpoint:
         Rank 0 calls it before ``path`` is there, so that a run which dies then does not forget that it was the best.
         """
         assert self._config.best is not None
-        self._store.mark_best(path, metric=self._config.best, value=evaluation[self._config.best])
+        metric, mode = self._config.best, self._config.mode_of_best()
+        self._store.mark_best(path, metric=metric, mode=mode, value=evaluation[metric])
 
     def note(self, evaluation: Mapping[str, float]) -> None:
         """From here on a better one has to be better than this; every rank calls it."""

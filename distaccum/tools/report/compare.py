@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from distaccum.config.direction import known_mode
 from distaccum.config.engine import ENGINES
 from distaccum.config.schema import RunConfig, conf_dir
 from distaccum.tools.report.columns import Columns, Number, final, finite
@@ -17,8 +18,8 @@ from distaccum.tools.report.read import REFERENCE, YAML, Node, Run
 from distaccum.tools.settings import groups
 
 _GROUPS = ("model", "data", "loss", "schedule")  # whose settings no dataclass knows
-_LOWER = re.compile(r"loss(?!_scale)|bits_per_byte|perplexity|error|_time_s$|_wait_s$|memory|skipped|nonfinite|retries")
-_HIGHER = re.compile(r"accuracy|_per_s$|mfu|tflops|f1|auroc|bleu|rouge|recall|precision")
+_LESS_IS_BETTER = re.compile(r"_time_s$|_wait_s$|memory|skipped|nonfinite|retries")
+_MORE_IS_BETTER = re.compile(r"_per_s$|mfu|tflops")
 MISSING = object()
 
 
@@ -83,8 +84,12 @@ def better(metric: str, run: Run) -> int:
     """-1 where less is better, 1 where more is, 0 where nobody knows; of the run's own metric as it says."""
     checkpoint = run.config.get("checkpoint")
     if isinstance(checkpoint, Mapping) and checkpoint.get("best") == metric:
-        return 1 if checkpoint.get("best_mode") == "max" else -1
-    return -1 if _LOWER.search(metric) else 1 if _HIGHER.search(metric) else 0
+        mode = checkpoint.get("mode") or checkpoint.get("best_mode") or known_mode(metric)
+    else:
+        mode = known_mode(metric)
+    if mode is not None:
+        return 1 if mode == "max" else -1
+    return -1 if _LESS_IS_BETTER.search(metric) else 1 if _MORE_IS_BETTER.search(metric) else 0
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def build_loggers(
         others.append(console)
     wandb = resolved(metrics.wandb)
     if wandb.mode != "disabled":
-        others.append(_wandb(wandb, run, (checkpoint.best, checkpoint.best_mode)))
+        others.append(_wandb(wandb, run, (checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min")))
     if metrics.tensorboard.enabled:
         from distaccum.train.metrics.tensorboard import TensorBoardLogger  # noqa: PLC0415
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+from distaccum.config.direction import known_mode
 from distaccum.config.metrics import WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError
@@ -206,7 +207,7 @@ class Sender:
         best: see :class:`WandbLogger`.
     """
 
-    def __init__(self, run: Run, best: tuple[str | None, str]) -> None:
+    def __init__(self, run: Run, best: tuple[str | None, str | None]) -> None:
         self._run, self._best = run, best
         self._defined: set[str] = set()
         run.define_metric("step")
@@ -228,14 +229,9 @@ class Sender:
         self._run.log(given, step=record.get("window"))
 
 
-def best_of(name: str, named: str | None = None, mode: str = "min") -> str | None:
-    """Whether a result's ``min`` or ``max`` is its best; None where it has none. ``named`` has its ``mode`` stated."""
-    if name == named:
-        return mode
-    last = name.rpartition("_")[2]
-    if last in ("loss", "perplexity") or name.startswith("loss_") or name.endswith("bits_per_byte"):
-        return None if name == "loss_scale" else "min"
-    return "max" if last in ("accuracy", "acc", "f1", "auroc", "precision", "recall") else None
+def best_of(name: str, named: str | None = None, mode: str | None = None) -> str | None:
+    """Whether a result's ``min`` or ``max`` is its best; None where it has none. ``named`` may have its mode stated."""
+    return mode if name == named and mode is not None else known_mode(name)
 
 
 def shown(config: Mapping[str, Any], plan: Mapping[str, Any], git_commit: str | None) -> dict[str, Any]:

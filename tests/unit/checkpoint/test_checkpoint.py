@@ -256,7 +256,7 @@ def test_the_best_is_known_whenever_a_run_dies(gloo_world: World, tmp_path: Path
     """It was noted after the checkpoint was there: one that died between the two was forgotten."""
     store = CheckpointStore(tmp_path, keep=1)
     for step, value in ((1, 3.0), (2, 2.0)):
-        store.mark_best(tmp_path / f"step-{step}", metric="loss", value=value)
+        store.mark_best(tmp_path / f"step-{step}", metric="loss", mode="min", value=value)
         before = store.best()
         assert (None if before is None else before["value"]) == (None if step == 1 else 3.0)
         store.save(step, gloo_world, _write)

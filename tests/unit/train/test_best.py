@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import CrossEntropy, DataSpec, Trainer
+from distaccum import CrossEntropy, DataSpec, EarlyStopping, Trainer
+from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 from distaccum.train.checks import check_results
@@ -37,7 +38,9 @@ class Score:
         """Keeps its place."""
 
 
-def _train(folder: Path, steps: int, scores: list[float], **checkpoint: Any) -> list[str]:
+def _train(
+    folder: Path, steps: int, scores: list[float], name: str = "score", callbacks: Any = (), **checkpoint: Any
+) -> list[str]:
     config = {
         "batch": {"global_size": 4, "micro_size": 4},
         "schedule": {"_target_": "distaccum.train.schedules.Constant"},
@@ -47,10 +50,16 @@ def _train(folder: Path, steps: int, scores: list[float], **checkpoint: Any) -> 
         "resume": "auto",
     }
     data = DataSpec(train=DATA, eval_dataset=DATA)
-    metrics = {"score": Score(scores)}
+    metrics = {name: Score(scores)}
     torch.manual_seed(0)
     trainer = Trainer(
-        nn.Linear(4, 3), CrossEntropy(), data, metrics=metrics, config=RunConfig.from_dict(config), run_dir=folder
+        nn.Linear(4, 3),
+        CrossEntropy(),
+        data,
+        metrics=metrics,
+        callbacks=callbacks,
+        config=RunConfig.from_dict(config),
+        run_dir=folder,
     )
     trainer.fit()
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
@@ -62,17 +71,52 @@ def _best(folder: Path) -> dict[str, Any]:
 
 
 def test_the_best_one_is_kept_beside_the_newest(gloo_world: Any, tmp_path: Path) -> None:
-    assert _train(tmp_path, 5, SCORES, best="eval_score") == ["step-2", "step-5"]
-    assert _best(tmp_path) == {"checkpoint": "step-2", "metric": "eval_score", "value": 2.0}
-    assert _train(tmp_path, 7, SCORES[5:], best="eval_score") == ["step-6", "step-7"]
+    assert _train(tmp_path, 5, SCORES, best="eval_score", mode="min") == ["step-2", "step-5"]
+    assert _best(tmp_path) == {"checkpoint": "step-2", "metric": "eval_score", "mode": "min", "value": 2.0}
+    assert _train(tmp_path, 7, SCORES[5:], best="eval_score", mode="min") == ["step-6", "step-7"]
     assert _best(tmp_path)["checkpoint"] == "step-6"
 
 
 def test_a_resumed_run_knows_the_best_before(gloo_world: Any, tmp_path: Path) -> None:
-    _train(tmp_path, 2, SCORES, best="eval_score")
-    assert _train(tmp_path, 5, [3.0, 2.5, 2.25], best="eval_score") == ["step-2", "step-5"]
-    assert _train(tmp_path, 6, [7.0], best="eval_score", best_mode="max") == ["step-6"]
-    assert _best(tmp_path) == {"checkpoint": "step-6", "metric": "eval_score", "value": 7.0}
+    _train(tmp_path, 2, SCORES, best="eval_score", mode="min")
+    assert _train(tmp_path, 5, [3.0, 2.5, 2.25], best="eval_score", mode="min") == ["step-2", "step-5"]
+    assert _train(tmp_path, 6, [1.0], best="eval_score", best_mode="max") == ["step-6"]  # none of this mode before
+    assert _best(tmp_path) == {"checkpoint": "step-6", "metric": "eval_score", "mode": "max", "value": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "best"),
+    [("accuracy", {}, "step-2"), ("word_error_rate", {}, "step-1"), ("mine", {"best_mode": "max"}, "step-2")],
+)
+def test_the_best_is_the_largest_accuracy_and_the_smallest_error(
+    gloo_world: Any, tmp_path: Path, name: str, stated: dict[str, Any], best: str
+) -> None:
+    _train(tmp_path, 3, [0.5, 0.9, 0.6], name, best=f"eval_{name}", **stated)
+    assert _best(tmp_path)["checkpoint"] == best
+
+
+def test_a_name_that_says_nothing_needs_a_mode(gloo_world: Any, tmp_path: Path) -> None:
+    said = r"checkpoint\.mode: is not stated, and the name 'eval_score' does not say .*\. State checkpoint\.mode=min or"
+    with pytest.raises(ConfigError, match=said):
+        _train(tmp_path, 2, SCORES, best="eval_score")
+    with pytest.raises(ConfigError, match=r"callbacks\.early_stop\.mode: is not stated, and the name 'eval_score'"):
+        _train(tmp_path, 2, SCORES, callbacks=[EarlyStopping(metric="eval_score")])
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("min", "loss eval_news_loss loss_first bits_per_byte cross_entropy mean_squared_error accuracy_loss wer"),
+        (
+            "max",
+            "eval_top5_accuracy f1_macro r2 map50 rougeLsum valAccuracy bleu_score accuracy_per_class",
+        ),
+        (None, "loss_scale lr score accuracy_std negative_log_likelihood false_positive_rate f r entropy"),
+    ],
+)
+def test_what_a_name_says(mode: str | None, names: str) -> None:
+    assert {name: known_mode(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 
 
 def test_what_cannot_be_is_refused(gloo_world: Any, tmp_path: Path) -> None:
@@ -133,7 +177,7 @@ def test_a_name_that_is_no_result_is_refused_as_far_as_it_is_known(
     data, prefix = DataSpec(train=DATA, eval_dataset=held_out), f"eval_{sets}_" if sets else "eval_"
 
     def check(name: str) -> None:
-        config = RunConfig.from_dict({"checkpoint": {"best": f"{prefix}{name}"}})
+        config = RunConfig.from_dict({"checkpoint": {"best": f"{prefix}{name}", "mode": "min"}})
         given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=loss, metrics={"f1": Score([])})
         check_results(given)
 

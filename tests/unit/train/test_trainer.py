@@ -32,7 +32,7 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.train.callbacks import Callback, EarlyStopping, Run, named
+from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run, named, restore, states
 from tests.support.optional import Library
 
 datasets, torchmetrics = Library("datasets"), Library("torchmetrics")
@@ -137,13 +137,43 @@ def test_several_losses_are_logged_and_evaluated_each_over_its_own_count(gloo_wo
 
 
 def test_early_stop_ends_the_run_where_it_stands(gloo_world: World, tmp_path: Path) -> None:
-    stop = EarlyStopping(metric="eval_accuracy", patience=2, min_delta=0.5, larger_is_better=True)
+    stop = EarlyStopping(metric="eval_accuracy", patience=2, min_delta=0.5)
     Trainer(_model(), CrossEntropy(), SOURCE, config=_config(max_steps=100), callbacks=[stop], run_dir=tmp_path).fit()
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "done"
     assert status["step"] in (6, 8)  # at an evaluation
     assert status["reason"] == "eval_accuracy has not improved in 2 evaluations"
     assert (tmp_path / "checkpoints" / f"step-{status['step']}").is_dir()
+
+
+def test_a_second_run_of_the_same_objects_begins_as_the_first_did(gloo_world: World, tmp_path: Path) -> None:
+    """A notebook's cell that is run again: the optimizer's rate, and what callbacks have seen."""
+    optimizer = torch.optim.SGD((model := _model()).parameters(), lr=0.5)
+    stop, plateau = EarlyStopping(patience=3, min_delta=9.0), ReduceLROnPlateau(patience=0, threshold=0.9)
+    config = replace(
+        _config(max_steps=20), schedule={"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": 0}
+    )
+    given: dict[str, Any] = {"optimizer": optimizer, "config": config, "callbacks": [stop, plateau]}
+    seen = []
+    for folder in ("first", "second"):
+        Trainer(model, CrossEntropy(), SOURCE, **given, run_dir=tmp_path / folder).fit()
+        records = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        seen.append((records[-1]["step"], [record["lr"] for record in records if "lr" in record]))
+        assert optimizer.param_groups[0]["lr"] == 0.5
+    assert seen[0] == seen[1]
+    assert seen[0][1][0] == 0.5 > seen[0][1][-1]
+
+
+def test_state_goes_to_the_callback_of_its_metric_and_mode() -> None:
+    loss, accuracy, other = (EarlyStopping(metric=f"eval_{name}") for name in ("loss", "accuracy", "f1"))
+    accuracy.on_eval(None, {"eval_accuracy": 0.5})  # type: ignore[arg-type]
+    saved = states([accuracy, other])
+    again = EarlyStopping(metric="eval_accuracy"), EarlyStopping(metric="eval_accuracy", mode="min")
+    restore([loss, *again], saved)
+    assert again[0].state_dict() == accuracy.state_dict() != again[1].state_dict()
+    assert loss.state_dict() == EarlyStopping().state_dict()
+    restore([loss], {"EarlyStop-0": {"best": 0.25, "waited": 1}})  # of before they said what they are of
+    assert loss.state_dict()["best"] == 0.25
 
 
 class StopsAtFive(Callback):

@@ -1,0 +1,70 @@
+"""Which of two values of a metric is the better one: known from its name, or stated as ``mode``."""
+
+from __future__ import annotations
+
+import re
+
+from distaccum.config.checks import require_choice
+from distaccum.errors import ConfigError
+
+MODES = ("min", "max")
+# Words of names, in which digits at the end of a word do not matter: top1, map50, rouge2.
+_SMALLER = {
+    *("loss", "losses", "error", "errors", "err", "perplexity", "ppl", "bits", "bpb", "bpc", "bpw", "nll", "mse"),
+    *("rmse", "mae", "mape", "smape", "rmsle", "msle", "wer", "cer", "ter", "eer", "crossentropy", "fid", "kid"),
+    *("lpips", "ece", "brier", "kl", "divergence", "distance", "deviation", "hamming", "regret"),
+}
+_LARGER = {
+    *("accuracy", "acc", "f", "fbeta", "auroc", "auc", "auprc", "precision", "recall", "sensitivity", "specificity"),
+    *("bleu", "sacrebleu", "chrf", "rouge", "rougel", "rougelsum", "meteor", "iou", "miou", "jaccard", "dice", "map"),
+    *("mrr", "ndcg", "hits", "top", "em", "matthews", "mcc", "kappa", "pearson", "spearman", "correlation", "r"),
+    *("psnr", "ssim", "snr", "sdr", "similarity", "reward", "return", "pass"),
+}
+# What is told of a result with one of these behind it has no better and worse: loss_scale, accuracy_std.
+_NEITHER = {"scale", "std", "var", "count", "norm", "lr", "step", "steps", "tokens", "samples"}
+# With one of these in front a score is turned over: nobody guesses.
+_TURNED = {"negative", "neg", "minus", "inverse", "false"}
+_WORDS = re.compile(r"[a-z]+[0-9]*")
+_NUMBERED = {"f", "r"}  # letters that are a metric's name with a number alone: f1, r2
+
+
+def known_mode(metric: str) -> str | None:
+    """``min`` or ``max`` as the last word of the name that says it has it; None where none does.
+
+    >>> [known_mode(name) for name in ("eval_loss", "eval_top5_accuracy", "eval_word_error_rate", "eval_mine")]
+    ['min', 'max', 'min', None]
+    """
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric)  # valAccuracy
+    words = _WORDS.findall(spaced.lower().replace("cross_entropy", "crossentropy"))
+    for word in [] if _TURNED.intersection(words) else reversed(words):
+        bare = word.rstrip("0123456789")
+        if bare in _NEITHER:
+            return None
+        if bare in _NUMBERED and bare == word:
+            continue
+        if bare in _SMALLER:
+            return "min"
+        if bare in _LARGER:
+            return "max"
+    return None
+
+
+def mode_of(key: str, metric: str, mode: str | None) -> str:
+    """``mode`` where it is stated, else what the metric's name says.
+
+    Args:
+        key: the setting ``mode``, for the message.
+        metric: the result's name, such as ``eval_accuracy``.
+        mode (min | max): what is stated; None: nothing.
+
+    Raises:
+        ConfigError: another mode, or none for a name that does not tell.
+    """
+    if mode is not None:
+        require_choice(key, mode, MODES)
+        return mode
+    known = known_mode(metric)
+    if known is None:
+        problem = f"is not stated, and the name {metric!r} does not say whether a smaller or a larger value is better"
+        raise ConfigError(key, None, problem, f"State {key}=min or {key}=max")
+    return known
