@@ -39,12 +39,11 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.program import ENVIRONMENT, MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
-from distaccum.train.environment import is_restart, job_of_kubernetes, note_environment, note_start, refuse_crash_loop
 from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
 from distaccum.train.loop import Loop, TrainingRun, tell_nobody
 from distaccum.train.metrics.build import build_loggers, check_loggers
@@ -59,6 +58,7 @@ from distaccum.train.parts.records import Records, SkipRecords
 from distaccum.train.parts.rollback import RollBack
 from distaccum.train.parts.time_limit import TimeLimit
 from distaccum.train.rank_exits import Peers
+from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
@@ -459,7 +459,9 @@ def _open_loggers(
     }
     run_dir.write_plan(plan)
     commit = _git_commit()
-    note_environment(run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit)
+    load(ENVIRONMENT)(
+        run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit
+    )
     info = RunInfo(
         folder=run_dir.path,
         id=run.wandb_id,

@@ -8,7 +8,7 @@ import pytest
 
 from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError
-from distaccum.train.environment import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
+from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.run_dir import RunDir, State
 
 
