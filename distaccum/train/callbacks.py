@@ -42,8 +42,8 @@ class Callback:
         """A factor of every learning rate, next to the schedule's; the same on every rank, and read at each step."""
         return 1.0
 
-    def reset(self) -> None:
-        """Forgets a run before; called as a run begins, before a checkpoint's state is restored."""
+    def forget(self) -> None:
+        """Called as a run begins, before a checkpoint's state is restored: an object may have seen another run."""
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
         """Called after an applied update. With this or :meth:`on_skip` the host waits for each window."""
@@ -239,9 +239,9 @@ class EarlyStopping(Judging):
             raise ConfigError("callbacks.early_stop.patience", patience, "must be at least 1", remedy)
         super().__init__("callbacks.early_stop", metric, mode, larger_is_better)
         self._patience, self._min_delta = patience, min_delta
-        self.reset()
+        self.forget()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """Forgets a run before."""
         self._best, self._waited = float("inf"), 0
 
@@ -309,9 +309,9 @@ class ReduceLROnPlateau(Judging):
         self._factor, self._patience = factor, patience
         self._threshold, self._relative = threshold, threshold_mode == "rel"
         self._cooldown, self._min_factor = cooldown, min_factor
-        self.reset()
+        self.forget()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         """Forgets a run before."""
         self._best = -float("inf") if self._mode == "max" else float("inf")
         self._bad, self._cooling, self._reached = 0, 0, 1.0

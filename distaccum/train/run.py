@@ -389,7 +389,7 @@ def prepare_run(
     """
     screen.enter(session.says)
     for callback in components.callbacks if session.is_first else ():
-        callback.reset()
+        callback.forget()
     restore = session.restore(components, world)
     utilization = load(UTILIZATION)(components, world.size) if world.is_main else None
     modules = load(MODULES)(components.model) if world.is_main else []  # an engine may take it apart

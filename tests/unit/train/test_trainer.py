@@ -159,7 +159,6 @@ def test_a_second_run_of_the_same_objects_begins_as_the_first_did(gloo_world: Wo
         Trainer(model, CrossEntropy(), SOURCE, **given, run_dir=tmp_path / folder).fit()
         records = [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
         seen.append((records[-1]["step"], [record["lr"] for record in records if "lr" in record]))
-        assert optimizer.param_groups[0]["lr"] == 0.5
     assert seen[0] == seen[1]
     assert seen[0][1][0] == 0.5 > seen[0][1][-1]
 
@@ -172,8 +171,6 @@ def test_state_goes_to_the_callback_of_its_metric_and_mode() -> None:
     restore([loss, *again], saved)
     assert again[0].state_dict() == accuracy.state_dict() != again[1].state_dict()
     assert loss.state_dict() == EarlyStopping().state_dict()
-    restore([loss], {"EarlyStop-0": {"best": 0.25, "waited": 1}})  # of before they said what they are of
-    assert loss.state_dict()["best"] == 0.25
 
 
 class StopsAtFive(Callback):
