@@ -135,8 +135,8 @@ class TrainerConfig:
     """The length of the run, its intervals in updates, and what it does when something goes wrong.
 
     Args:
-        max_steps: applied updates; the earlier of this and ``trainer.max_epochs`` ends the run; 0: evaluate the weights
-            that it starts from, alone.
+        max_steps: applied updates; null: no limit, or 300 where ``trainer.max_epochs`` is null too; the earlier of two
+            limits ends the run; 0: evaluate the weights that it starts from, alone.
         max_epochs: epochs; null: no limit.
         max_time (duration | null): save and end before this time is over, for another process to continue
             (``12:00:00``, ``90s``, ``12h``); null: no limit.
@@ -167,7 +167,7 @@ class TrainerConfig:
             which ranks may share a GPU; a CPU's go over gloo.
     """
 
-    max_steps: Optional[int] = 300  # noqa: UP045
+    max_steps: Optional[int] = None  # noqa: UP045
     max_epochs: Optional[int] = None  # noqa: UP045
     max_time: Any = None
     log_every: int = 10
@@ -218,8 +218,6 @@ class TrainerConfig:
             fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
             problem = f"not below trainer.group_timeout={self.group_timeout}, when the ranks that wait give up"
             require(fits, "trainer.hang_timeout", self.hang_timeout, problem, "Raise trainer.group_timeout too")
-        unbounded = self.max_steps is None and self.max_epochs is None
-        require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -339,6 +339,8 @@ def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
 
 def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:
     steps, epochs = config.trainer.max_steps, config.trainer.max_epochs
+    if steps is None and epochs is None:
+        steps = 300
     if plan.is_stream:
         if steps is None:
             remedy = "State it: the schedule needs the end, and nobody knows how long a stream is"

@@ -459,9 +459,7 @@ def _open_loggers(
     }
     run_dir.write_plan(plan)
     commit = _git_commit()
-    load(ENVIRONMENT)(
-        run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit
-    )
+    load(ENVIRONMENT)(run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit)
     info = RunInfo(
         folder=run_dir.path,
         id=run.wandb_id,

@@ -50,18 +50,9 @@ def _train(
         "resume": "auto",
     }
     data = DataSpec(train=DATA, eval_dataset=DATA)
-    metrics = {name: Score(scores)}
     torch.manual_seed(0)
-    trainer = Trainer(
-        nn.Linear(4, 3),
-        CrossEntropy(),
-        data,
-        metrics=metrics,
-        callbacks=callbacks,
-        config=RunConfig.from_dict(config),
-        run_dir=folder,
-    )
-    trainer.fit()
+    given: dict[str, Any] = {"metrics": {name: Score(scores)}, "callbacks": callbacks, "run_dir": folder}
+    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=RunConfig.from_dict(config), **given).fit()
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 

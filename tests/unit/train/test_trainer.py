@@ -248,6 +248,12 @@ def test_how_long_is_stated_in_one_place(keywords: dict[str, int], limits: tuple
     assert (trainer.max_steps, trainer.max_epochs) == limits
 
 
+@pytest.mark.parametrize(("stated", "steps"), [({"max_epochs": 999}, 4995), ({"max_steps": 7}, 7), ({}, 300)])
+def test_the_limit_that_is_stated_is_the_limit(tmp_path: Path, stated: dict[str, int], steps: int) -> None:
+    config = RunConfig.from_dict({"batch": {"global_size": 8, "micro_size": 3}, "trainer": stated})
+    assert Trainer(_model(), CrossEntropy(), SOURCE, config=config, run_dir=tmp_path)._components.total_steps == steps
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
