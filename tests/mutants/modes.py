@@ -37,6 +37,10 @@ GOES_ON = "tests/elastic/engine/test_elastic.py::test_the_ranks_that_are_left_fi
 MIRRORED = "tests/elastic/engine/test_mirror.py::test_those_who_are_left_go_on_to_the_same_bits"
 MIRROR_SEARCH = "tests/elastic/simulation/test_mirror.py::test_what_is_left_is_of_one_window_and_whole"
 LATE = ("TimeoutError", "Failed: Timeout")
+ZEROS = """        for frozen in self._model.parameters():
+            if not frozen.requires_grad:
+                torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())
+"""
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
 _ALIAS = "self.sums[node] = list(tensors)"
@@ -229,15 +233,15 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         Mutant(
             "adapters: zeros are reduced for their base",
             (
-                (
+                (  # of a shape that is known to fit, and of one that is not
                     "engines/ddp/engine.py",
                     "        with uncounted():\n            self._reduce(loss)\n",
-                    (
-                        "        with uncounted():\n            self._reduce(loss)\n"
-                        "        for frozen in self._model.parameters():\n"
-                        "            if not frozen.requires_grad:\n"
-                        "                torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())\n"
-                    ),
+                    "        with uncounted():\n            self._reduce(loss)\n" + ZEROS,
+                ),
+                (
+                    "engines/ddp/engine.py",
+                    "            self._reduction.join(nan if self._missing else -0.0)\n",
+                    "            self._reduction.join(nan if self._missing else -0.0)\n" + ZEROS,
                 ),
             ),
         ),
