@@ -18,7 +18,7 @@ _LARGER = {
     *("accuracy", "acc", "f", "fbeta", "auroc", "auc", "auprc", "precision", "recall", "sensitivity", "specificity"),
     *("bleu", "sacrebleu", "chrf", "rouge", "rougel", "rougelsum", "meteor", "iou", "miou", "jaccard", "dice", "map"),
     *("mrr", "ndcg", "hits", "top", "em", "matthews", "mcc", "kappa", "pearson", "spearman", "correlation", "r"),
-    *("psnr", "ssim", "snr", "sdr", "similarity", "reward", "return", "pass"),
+    *("psnr", "ssim", "snr", "sdr", "similarity", "reward", "return"),
 }
 # What is told of a result with one of these behind it has no better and worse: loss_scale, accuracy_std.
 _NEITHER = {"scale", "std", "var", "count", "norm", "lr", "step", "steps", "tokens", "samples"}

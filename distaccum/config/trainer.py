@@ -253,9 +253,7 @@ class CheckpointConfig:
             if mode is not None:
                 require_choice(f"checkpoint.{name}", mode, MODES)
         once = None in (self.mode, self.best_mode) or self.mode == self.best_mode
-        require(
-            once, "checkpoint.best_mode", self.best_mode, f"and checkpoint.mode={self.mode}", "State the mode alone"
-        )
+        require(once, "checkpoint.best_mode", self.best_mode, f"and mode={self.mode}", "State checkpoint.mode alone")
         saves = self.best is None or self.saves
         require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
         require_count("checkpoint.every", self.every, off="0 to save none")

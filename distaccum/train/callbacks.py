@@ -145,18 +145,18 @@ def states(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
 
 
 def restore(callbacks: Sequence[Callback], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives the callbacks the :func:`states` of a checkpoint: each the first one that is left of its class.
+    """Gives the callbacks the :func:`states` of a checkpoint by their names; one that it has not stays as it is.
 
-    State that names a ``metric`` and a ``mode`` is for a callback whose own names the same. One for which there is none
-    stays as it is.
+    A callback that judges a metric takes the first state that is left of its class and of the same metric and mode.
     """
     left = dict(states)
     for name, callback in named(callbacks).items():
-        own, kind = callback.state_dict(), name.rpartition("-")[0]
-        for key in [key for key in left if key.rpartition("-")[0] == kind]:
-            if all(left[key].get(about, own.get(about)) == own.get(about) for about in ("metric", "mode")):
-                callback.load_state_dict(left.pop(key))
-                break
+        fitting = [name] if name in left else []
+        if isinstance(callback, Judging):
+            kind = name.rpartition("-")[0]
+            fitting = [key for key in left if key.rpartition("-")[0] == kind and callback.is_of(left[key])]
+        if fitting:
+            callback.load_state_dict(left.pop(fitting[0]))
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -204,7 +204,12 @@ class Judging(Callback):
         """What the state is of."""
         return {"metric": self._metric, "mode": self._mode}
 
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether a saved state, where it says so, is of the same metric and mode."""
+        return all(state.get(key, own) == own for key, own in Judging.state_dict(self).items())
+
     def _result(self, results: Mapping[str, float]) -> float:
+        self.require_mode()
         if self._metric not in results:
             remedy = f"Use one of {', '.join(results)}"
             raise ConfigError(f"{self._key}.metric", self._metric, "the evaluation has no such result", remedy)

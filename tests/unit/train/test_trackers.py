@@ -236,9 +236,6 @@ def test_wandbs_variables_count_where_the_configuration_is_silent() -> None:
         resolved(silent, {"WANDB_MODE": "on"})
     assert run_id({"WANDB_RUN_ID": "agents"}) == "agents"
     assert run_id({}) != run_id({})
-
-
-def test_the_best_value_of_a_result_is_as_stated_or_as_its_name_says() -> None:
     assert [best_of("eval_mine", "eval_mine", "max"), best_of("eval_f1"), best_of("lr")] == ["max", "max", None]
 
 

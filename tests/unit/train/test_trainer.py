@@ -163,6 +163,13 @@ def test_a_second_run_of_the_same_objects_begins_as_the_first_did(gloo_world: Wo
     assert seen[0][1][0] == 0.5 > seen[0][1][-1]
 
 
+class Phased(Callback):
+    mode = "warm"  # of its own: no direction
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.mode = state["mode"]
+
+
 def test_state_goes_to_the_callback_of_its_metric_and_mode() -> None:
     loss, accuracy, other = (EarlyStopping(metric=f"eval_{name}") for name in ("loss", "accuracy", "f1"))
     accuracy.on_eval(None, {"eval_accuracy": 0.5})  # type: ignore[arg-type]
@@ -171,6 +178,8 @@ def test_state_goes_to_the_callback_of_its_metric_and_mode() -> None:
     restore([loss, *again], saved)
     assert again[0].state_dict() == accuracy.state_dict() != again[1].state_dict()
     assert loss.state_dict() == EarlyStopping().state_dict()
+    restore([phased := Phased()], {"Phased-0": {"mode": "cold"}})
+    assert phased.mode == "cold"
 
 
 class StopsAtFive(Callback):
