@@ -152,7 +152,8 @@ def require_fraction(key: str, value: float) -> None:
 
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
-    require(is_one_of(choices, value), key, value, "no such choice", f"Use one of {', '.join(map(str, choices))}")
+    named = ", ".join("null" if one is None else str(one) for one in choices)
+    require(is_one_of(choices, value), key, value, "no such choice", f"Use one of {named}")
 
 
 def is_one_of(choices: tuple[object, ...], value: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from distaccum.config.checks import require_choice
 from distaccum.errors import ConfigError
 
 MODES = ("min", "max")
@@ -29,11 +28,7 @@ _NUMBERED = {"f", "r"}  # letters that are a metric's name with a number alone: 
 
 
 def known_mode(metric: str) -> str | None:
-    """``min`` or ``max`` as the last word of the name that says it has it; None where none does.
-
-    >>> [known_mode(name) for name in ("eval_loss", "eval_top5_accuracy", "eval_word_error_rate", "eval_mine")]
-    ['min', 'max', 'min', None]
-    """
+    """``min`` or ``max``, as the last word of the name that tells has it; None where none does."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric)  # valAccuracy
     words = _WORDS.findall(spaced.lower().replace("cross_entropy", "crossentropy"))
     for word in [] if _TURNED.intersection(words) else reversed(words):
@@ -42,10 +37,8 @@ def known_mode(metric: str) -> str | None:
             return None
         if bare in _NUMBERED and bare == word:
             continue
-        if bare in _SMALLER:
-            return "min"
-        if bare in _LARGER:
-            return "max"
+        if bare in _SMALLER | _LARGER:
+            return "min" if bare in _SMALLER else "max"
     return None
 
 
@@ -58,12 +51,9 @@ def mode_of(key: str, metric: str, mode: str | None) -> str:
         mode (min | max): what is stated; None: nothing.
 
     Raises:
-        ConfigError: another mode, or none for a name that does not tell.
+        ConfigError: none is stated for a name that does not tell.
     """
-    if mode is not None:
-        require_choice(key, mode, MODES)
-        return mode
-    known = known_mode(metric)
+    known = mode or known_mode(metric)
     if known is None:
         problem = f"is not stated, and the name {metric!r} does not say whether a smaller or a larger value is better"
         raise ConfigError(key, None, problem, f"State {key}=min or {key}=max")

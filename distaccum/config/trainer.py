@@ -23,6 +23,7 @@ from distaccum.config.checks import (
     require_count,
     require_group,
     require_positive,
+    require_type,
     require_verify,
     seconds_of,
 )
@@ -135,8 +136,8 @@ class TrainerConfig:
     """The length of the run, its intervals in updates, and what it does when something goes wrong.
 
     Args:
-        max_steps: applied updates; null: no limit, or 300 where ``trainer.max_epochs`` is null too; the earlier of two
-            limits ends the run; 0: evaluate the weights that it starts from, alone.
+        max_steps (int | auto | null): applied updates; ``auto``: 300, or no limit where ``trainer.max_epochs`` is one;
+            the earlier of two limits ends the run; 0: evaluate the weights that it starts from, alone.
         max_epochs: epochs; null: no limit.
         max_time (duration | null): save and end before this time is over, for another process to continue
             (``12:00:00``, ``90s``, ``12h``); null: no limit.
@@ -167,7 +168,7 @@ class TrainerConfig:
             which ranks may share a GPU; a CPU's go over gloo.
     """
 
-    max_steps: Optional[int] = None  # noqa: UP045
+    max_steps: Any = AUTO
     max_epochs: Optional[int] = None  # noqa: UP045
     max_time: Any = None
     log_every: int = 10
@@ -192,7 +193,11 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require_annotated("trainer", self)
         require_count("trainer.threads", self.threads, least=1)
-        require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
+        if isinstance(self.max_steps, str) and self.max_steps.isdecimal():  # of ${oc.env:...}
+            object.__setattr__(self, "max_steps", int(self.max_steps))
+        if not is_one_of((AUTO,), self.max_steps):
+            require_type("trainer.max_steps", self.max_steps, Optional[int])  # noqa: UP045
+            require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
         require_count("trainer.max_epochs", self.max_epochs, least=1)
         if self.max_time is not None:
             seconds_of("trainer.max_time", self.max_time)
@@ -218,6 +223,14 @@ class TrainerConfig:
             fits = seconds_of("trainer.hang_timeout", self.hang_timeout) < longest
             problem = f"not below trainer.group_timeout={self.group_timeout}, when the ranks that wait give up"
             require(fits, "trainer.hang_timeout", self.hang_timeout, problem, "Raise trainer.group_timeout too")
+        unbounded = self.max_steps is None and self.max_epochs is None
+        require(not unbounded, "trainer.max_steps", "null", "and trainer.max_epochs is null too", "State one of them")
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """The updates and the epochs of which the earlier ends the run."""
+        auto = 300 if self.max_epochs is None else None
+        return auto if self.max_steps == AUTO else self.max_steps, self.max_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +262,8 @@ class CheckpointConfig:
         require_annotated("checkpoint", self)
         require_choice("checkpoint.background", self.background, (True, False, AUTO))
         require_positive("checkpoint.every_minutes", self.every_minutes)
-        for name, mode in (("mode", self.mode), ("best_mode", self.best_mode)):
-            if mode is not None:
-                require_choice(f"checkpoint.{name}", mode, MODES)
+        require_choice("checkpoint.mode", self.mode, (*MODES, None))
+        require_choice("checkpoint.best_mode", self.best_mode, (*MODES, None))
         once = None in (self.mode, self.best_mode) or self.mode == self.best_mode
         require(once, "checkpoint.best_mode", self.best_mode, f"and mode={self.mode}", "State checkpoint.mode alone")
         saves = self.best is None or self.saves
@@ -260,11 +272,7 @@ class CheckpointConfig:
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
 
     def mode_of_best(self) -> str:
-        """``min`` or ``max``, as it is stated or ``best`` says.
-
-        Raises:
-            ConfigError: neither tells.
-        """
+        """``min`` or ``max``, as it is stated or ``best`` says. Raises ConfigError where neither does."""
         return mode_of("checkpoint.mode", self.best or "", self.mode or self.best_mode)
 
     @property

@@ -191,8 +191,7 @@ class Judging(Callback):
                 problem = f"and larger_is_better={larger_is_better}"
                 raise ConfigError(f"{key}.mode", mode, problem, "State the mode alone")
             mode = older
-        if mode is not None:
-            require_choice(f"{key}.mode", mode, MODES)
+        require_choice(f"{key}.mode", mode, (*MODES, None))
         self.watched_result = self._metric = metric
         self._key, self._mode = key, mode or known_mode(metric)
 

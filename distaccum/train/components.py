@@ -99,7 +99,7 @@ class TrainingComponents:
     @property
     def evaluates_alone(self) -> bool:
         """Whether the run makes no update: it evaluates the weights that it starts from, once."""
-        return self.config.trainer.max_steps == 0
+        return self.config.trainer.limits[0] == 0
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -338,9 +338,7 @@ def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
 
 
 def _total_steps(config: RunConfig, plan: Plan | StreamPlan) -> int:
-    steps, epochs = config.trainer.max_steps, config.trainer.max_epochs
-    if steps is None and epochs is None:
-        steps = 300
+    steps, epochs = config.trainer.limits
     if plan.is_stream:
         if steps is None:
             remedy = "State it: the schedule needs the end, and nobody knows how long a stream is"

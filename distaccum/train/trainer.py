@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from distaccum.config.checks import require_type
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
@@ -98,9 +99,9 @@ class Trainer:
         self.preempted = False
         """Whether :meth:`fit` saved and returned before its end, as a signal or ``trainer.max_time`` asked it to."""
         config = _checked(config)
-        limits: dict[str, Any] = {"max_steps": max_steps, "max_epochs": max_epochs}
-        if max_steps is None and max_epochs is None:
-            limits = {}
+        require_type("trainer.max_steps", max_steps, int | None)  # RunConfig takes a text of digits, as a variable's is
+        stated = max_steps is not None or max_epochs is not None
+        limits: dict[str, Any] = {"max_steps": max_steps, "max_epochs": max_epochs} if stated else {}
         config = replace(
             config,
             batch=replace(config.batch, **_given(global_size=global_batch_size, micro_size=micro_batch_size)),

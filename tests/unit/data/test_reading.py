@@ -71,7 +71,7 @@ def test_no_file_is_opened_where_processes_are_forked(gloo_world: World, tmp_pat
     config = RunConfig.from_dict(
         {
             "trainer": {"num_workers": 1, "eval_every": 1, "host_memory": "1GiB"},
-            "checkpoint": {"best": "eval_classes", "mode": "max", "every": 1},
+            "checkpoint": {"best": "eval_classes", "mode": "min", "every": 1},
             "metrics": {"wandb": {"mode": "disabled"}, "console": False},
         }
     )
