@@ -152,7 +152,7 @@ def require_fraction(key: str, value: float) -> None:
 
 def require_choice(key: str, value: object, choices: tuple[object, ...]) -> None:
     """One of ``choices``."""
-    named = ", ".join("null" if one is None else str(one) for one in choices)
+    named = ", ".join(str(one) for one in choices if one is not None)
     require(is_one_of(choices, value), key, value, "no such choice", f"Use one of {named}")
 
 
