@@ -245,8 +245,8 @@ class CheckpointConfig:
             where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
         best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
             null: none.
-        mode (min | max | null): which value of ``checkpoint.best`` is the best one; null: what its name says, as of a loss or
-            an accuracy. A name that says nothing needs it.
+        mode (min | max | null): which value of ``checkpoint.best`` is the best one; null: what its name says, as of a
+            loss or an accuracy. A name that says nothing needs it.
         best_mode: the older name of ``checkpoint.mode``.
     """
 

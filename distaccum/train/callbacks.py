@@ -222,7 +222,8 @@ class EarlyStopping(Judging):
         metric: of the evaluation, such as ``eval_loss``.
         patience: evaluations in a row without an improvement.
         min_delta: what counts as an improvement, in the metric's own unit.
-        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an accuracy.
+        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an
+            accuracy.
         larger_is_better: the older word for it; true is ``max``.
 
     Raises:
@@ -282,7 +283,8 @@ class ReduceLROnPlateau(Judging):
         threshold_mode (rel | abs): how ``threshold`` is meant.
         cooldown: evaluations after a reduction that are not counted.
         min_factor: the product of all reductions never falls below.
-        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an accuracy.
+        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an
+            accuracy.
         larger_is_better: the older word for it; true is ``max``.
 
     Raises:
