@@ -234,7 +234,7 @@ def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path
     does="`failed`, written by `launch/train.sh`; at most 25 lines",
     says="distaccum: the run failed: rank ... was killed by SIGKILL",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = subprocess.Popen(
         [
@@ -404,7 +404,7 @@ def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path
     does="`failed`, by that process and its signal; no rank is blamed, and no engine's clean-up hides it",
     says="the run failed: rank 0: DataError: the loading process ... was killed by SIGKILL",
 )
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("zero1", marks=pytest.mark.heavy)])
 def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
     engine: str, tmp_path: Path, says: Callable[[str], None]

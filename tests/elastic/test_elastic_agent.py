@@ -224,7 +224,7 @@ def test_who_does_not_leave_in_time_is_killed(job: Job) -> None:
     assert not (job.folder / "0.0.2").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_two_nodes_of_which_one_is_lost_and_comes_back(job: Job) -> None:
     """Node 0, whose agent has started the store."""
     with socket.socket() as free:

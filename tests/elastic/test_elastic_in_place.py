@@ -34,13 +34,10 @@ CHAINS = {
     "when they go back": [("0.3.1", "backward", 5), ("0.1.1", "going back", 0), ("0.2.1", "went back", 1)],
     "at the end": [("0.1.1", "update", 24), ("0.0.1", "on_end", 0), ("0.2.1", "ending", 0)],
 }
-_OFTEN = "over a checkpoint in memory"
 
 
-@pytest.mark.parametrize(
-    "chain",
-    [pytest.param(one, id=name, marks=() if name == _OFTEN else pytest.mark.heavy) for name, one in CHAINS.items()],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_three_of_four_ranks_are_killed_at_a_place(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_node_is_lost_with_its_agent(tmp_path: Path, reference: References) ->
         assert first_difference(made.folder, reference()) == ""
 
 
+@pytest.mark.heavy
 def test_told_to_leave_it_saves_and_the_same_command_goes_on(tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run", "resume=auto", _ALONE) as made:
         agent = made.start("--nproc=3", faults=[("0.1.1", "forward", 5, "kill"), ("*", "update", 9, "await go")])

@@ -31,6 +31,7 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.heavy
 def test_a_container_that_is_stopped_says_that_it_was_preempted(tmp_path: Path) -> None:
     process = _start(tmp_path, "trainer.max_steps=100000", "trainer.log_every=1", "trainer.eval_every=0", "resume=auto")
     deadline, records = time.monotonic() + 120, tmp_path / "runs" / "a" / "metrics.jsonl"

@@ -102,6 +102,7 @@ def _ranks(run_dir: Path) -> int:
     return int(metrics(run_dir)[-1]["ranks"])
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_without_a_node_and_takes_it_in_again(cluster: Cluster, tmp_path: Path) -> None:
     alone, run_dir, port = tmp_path / "alone", tmp_path / "run", str(random.randint(20000, 29999))  # noqa: S311

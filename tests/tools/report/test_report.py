@@ -233,7 +233,7 @@ def test_many_records_keep_their_extremes(tmp_path: Path) -> None:
     assert points.bad == {"loss": [(64, "NaN")]}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_two_hundred_thousand_records_are_a_small_file_that_says_so(tmp_path: Path) -> None:
     records = [record(step, noise=math.sin(step * step)) for step in range(1, 200_001)]
     folder = a_run(tmp_path / "run", records)

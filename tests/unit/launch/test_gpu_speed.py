@@ -250,7 +250,10 @@ def test_loops_are_timed_in_turn_and_no_longer_than_stated() -> None:
 
 @pytest.mark.slow
 @OF_TORCH
-@pytest.mark.parametrize("name", speed.MEASUREMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "boundary" else pytest.mark.heavy) for name in speed.MEASUREMENTS],
+)
 def test_a_measurement_of_speed_runs_in_small(name: str) -> None:
     _check(speed.MEASUREMENTS[name](SMALL))
 
@@ -260,7 +263,7 @@ def test_a_measurement_of_speed_runs_in_small(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.heavy if name.endswith(("blocks", "selective")) else ())
+        pytest.param(name, marks=() if name.endswith("none") else pytest.mark.heavy)
         for name in size.MEASUREMENTS
         if not name.startswith("memory")
     ],
