@@ -20,9 +20,11 @@ from threading import Timer
 from time import monotonic, sleep
 from types import FrameType
 
-from distaccum.train.__main__ import without_garbage_collection
+from distaccum.train.__main__ import refuse_mistyped, without_garbage_collection
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
+if __name__ == "__main__":
+    refuse_mistyped()
 with without_garbage_collection():
     import torch
     from torch.distributed import run

@@ -6,8 +6,9 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Optional, cast, get_type_hints
 
@@ -49,8 +50,7 @@ def conf_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
-def _cosine() -> Node:
-    return {"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": 60, "final_ratio": 0.05}
+_COSINE = {"_target_": "distaccum.train.schedules.Cosine", "warmup_ratio": 0.1, "final_ratio": 0.05}
 
 
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
@@ -79,7 +79,8 @@ class RunConfig:
         data: the data, by ``_target_``.
         loss: the loss, by ``_target_``.
         optim: the optimizer, its rate, clipping and groups.
-        schedule: a factor of ``optim.lr`` by applied updates, by ``_target_``.
+        schedule: a factor of ``optim.lr`` by applied updates, by ``_target_``. Where nothing is stated: a cosine after
+            a warm-up, and a constant for an optimizer that is made in Python.
         trainer: the length of the run, and its intervals.
         callbacks: callbacks by name, each with a ``_target_``.
         checkpoint: when checkpoints are made, and which are kept.
@@ -108,7 +109,7 @@ class RunConfig:
     data: Node = field(default_factory=dict)
     loss: Node = field(default_factory=dict)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    schedule: Node = field(default_factory=_cosine)
+    schedule: Node = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     callbacks: Node = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -148,6 +149,13 @@ class RunConfig:
     def reproducible(self) -> bool:
         """Whether its numbers are the same on any number of ranks."""
         return self.numerics == REPRODUCIBLE
+
+    def with_schedule(self, *, own_optimizer: bool) -> RunConfig:
+        """The same with its schedule written out; ``own_optimizer``: whether the optimizer is not this one's."""
+        if "_target_" in self.schedule:
+            return self
+        constant = {"_target_": "distaccum.train.schedules.Constant"}
+        return replace(self, schedule=constant if own_optimizer and not self.schedule else _COSINE | self.schedule)
 
     def _check_units(self) -> None:
         size, remedy = self.batch.unit_size, "Use numerics=reproducible, or state batch.micro_size"
@@ -191,13 +199,12 @@ def plain(node: DictConfig) -> Node:
         raise translate(error) from error
 
 
-def _without_defaults_of_others(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
-    """Empties the schema's node where ``node`` names a ``_target_``: its defaults are not for that target."""
-    optim, schedule = node.get("optim"), node.get("schedule")
+def _without_another_optimizers(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
+    """Empties the optimizer's node where ``node`` names a ``_target_``: its defaults are not for that target."""
+    optim = node.get("optim")
     optimizer = optim.get("optimizer") if isinstance(optim, Mapping) else None
-    for key, given in (("optim.optimizer", optimizer), ("schedule", schedule)):
-        if isinstance(given, Mapping) and "_target_" in given:
-            OmegaConf.update(schema, key, {}, merge=False)
+    if isinstance(optimizer, Mapping) and "_target_" in optimizer:
+        OmegaConf.update(schema, "optim.optimizer", {}, merge=False)
     return schema
 
 
@@ -208,7 +215,7 @@ def _from_plain(node: Mapping[str, Any]) -> RunConfig:
         node["engine"] = asdict(engine_config(node["engine"]))
     engine_schema = settings_of(_name_of(node))
     try:
-        schema = _without_defaults_of_others(_writable(OmegaConf.structured(RunConfig)), node)
+        schema = _without_another_optimizers(_writable(OmegaConf.structured(RunConfig)), node)
         OmegaConf.update(schema, "batch.micro_size", None)  # OmegaConf reads the defaults of a made BatchConfig
         OmegaConf.update(schema, "engine", OmegaConf.structured(engine_schema), merge=False)
         typed = OmegaConf.merge(_writable(schema), node)
@@ -248,9 +255,24 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
         case oc.UnsupportedValueType():
             return ConfigError(key, value, first_line, "Give a number, a text, a list or a mapping")
         case oc.ValidationError():
-            return ConfigError(key, value, first_line, "Give a value of the type named")
+            return ConfigError(key, value, first_line, _as_yaml_has_it(value))
         case _:
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
+
+
+def _as_yaml_has_it(value: Any) -> str:
+    """The remedy for a value of another type: null for none, 64000 for 64k, 1000 for 1e3."""
+    text = str(value).lower()
+    if text in ("none", "nil", "off"):
+        return "Write null for none"
+    found = _SHORT_NUMBER.fullmatch(text)
+    if found and (number := float(found[1]) * _TIMES[found[2]]).is_integer():
+        return f"Write {number:.0f}"
+    return "Give a value of the type named"
+
+
+_TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmb]?)")
 
 
 def unknown_key(key: str, value: object, engine: str, known: Iterable[str] = ()) -> ConfigError:

@@ -72,6 +72,7 @@ def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
 
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 GROUP_TIMEOUT = timedelta(minutes=30)
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 BACKENDS = (AUTO, NCCL, GLOO)
@@ -94,10 +95,13 @@ class LaunchEnvironment:
         """Reads torchrun's variables; without ``RANK`` and ``WORLD_SIZE`` this process is a world of one.
 
         Raises:
-            ConfigError: only some of them are set, or one is not a number.
+            ConfigError: only some of them are set, or one is not a number; or none is, within several tasks of Slurm or
+                MPI, each of which would train alone.
         """
         present = [name for name in _LAUNCHER_VARIABLES if name in environment]
         if "RANK" not in present and "WORLD_SIZE" not in present:
+            if not dist.is_initialized():  # else the program has made ranks of its tasks
+                _refuse_tasks(environment)
             return cls()
         missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
         if missing:
@@ -162,6 +166,15 @@ class LaunchEnvironment:
         store: Store
         store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
         return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
+
+
+def _refuse_tasks(environment: Mapping[str, str]) -> None:
+    for name, launcher in _TASKS.items():
+        if environment.get(name, "1") not in ("0", "1"):
+            problem = f"{launcher} started several tasks without RANK and WORLD_SIZE, and each would train alone"
+            remedy = "Start one task a node with torchrun in it, as `srun --ntasks-per-node=1 torchrun ...` or "
+            remedy += f"slurm/train.sbatch (docs/cluster.md), or unset {name} for one process"
+            raise ConfigError(name, environment[name], problem, remedy)
 
 
 def check_backend(backend: str, device_type: str, *, key: str = "backend") -> None:

@@ -5,9 +5,12 @@ Both know which settings there are from what the groups compose. A run reaches t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,18 @@ from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.engine import ENGINES
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import signature_of, target_of
 from distaccum.config.schema import RunConfig, conf_dir, dotted, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses, shorten
+from distaccum.tools.other_names import of_another_library
 
 # The configuration that a command line's groups compose: which settings there are, for suggestions.
 
@@ -56,6 +61,8 @@ class Composed:
 
     def unknown(self, key: str, value: object) -> ConfigError:
         """The error for a setting that is not there: of another choice, of the ``_target_`` around it, or misspelt."""
+        if named := of_another_library(key, value):
+            return named
         group, _, rest = key.partition(".")
         engine = self.choices.get("engine", "")
         if group == "engine" and rest and engine in ENGINES:
@@ -88,11 +95,7 @@ def composed(arguments: Sequence[str], name: str = "config") -> Composed | None:
     """
     given, _ = get_args_parser().parse_known_args(list(arguments))
     try:
-        with initialize_config_dir(str(Path(given.config_path or conf_dir()).resolve()), version_base="1.3"):
-            path = GlobalHydra.instance().config_loader().get_search_path()
-            if given.config_dir:
-                path.prepend(provider="command-line", path=f"file://{Path(given.config_dir).resolve()}")
-            loader = ConfigLoaderImpl(path)
+        with _loader(given) as loader:
             groups = frozenset(_groups(loader))
             chosen = [choice for override in given.overrides if (choice := _choice(override, loader, groups))]
             chosen += [override for override in given.overrides if override.startswith("hydra.searchpath=")]
@@ -103,6 +106,16 @@ def composed(arguments: Sequence[str], name: str = "config") -> Composed | None:
             return Composed(node, groups, choices)
     except Exception:  # of many kinds: this is a look ahead, and what is wrong is said by who composes in earnest
         return None
+
+
+@contextmanager
+def _loader(given: Any) -> Iterator[ConfigLoaderImpl]:
+    """Hydra's loader, of the folders that the parsed command line names."""
+    with initialize_config_dir(str(Path(given.config_path or conf_dir()).resolve()), version_base="1.3"):
+        path = GlobalHydra.instance().config_loader().get_search_path()
+        if given.config_dir:
+            path.prepend(provider="command-line", path=f"file://{Path(given.config_dir).resolve()}")
+        yield ConfigLoaderImpl(path)
 
 
 def _groups(loader: Any, parent: str = "") -> Iterator[str]:
@@ -151,8 +164,12 @@ def flags_as_settings(
         compose: the configuration that the other arguments choose; called where there is such a flag.
 
     Raises:
-        ConfigError: a flag that is neither Hydra's nor ``own``, and no setting of the composed configuration.
+        ConfigError: a flag that is neither Hydra's nor ``own``, and no setting of the composed configuration; or a
+            setting is taken out, as ``~optim.clip_norm``, and its default would count in its place.
     """
+    for argument in arguments:
+        if argument.startswith("~"):
+            _refuse_taking_out(argument)
     options = get_args_parser()._option_string_actions  # argparse has no public name for them
     changed: list[str] = []
     flags: list[int] = []  # where a flag stands that may be a setting
@@ -188,6 +205,31 @@ def flags_as_settings(
     return made
 
 
+def _refuse_taking_out(argument: str) -> None:
+    """Without its key the printed configuration says nothing of a setting, and the run takes the schema's default."""
+    key, _, value = argument[1:].partition("=")
+    group, _, rest = key.partition(".")
+    nodes = [
+        asdict(RunConfig().with_schedule(own_optimizer=False)),
+        *({"engine": asdict(engine())} for engine in ENGINES.values()),
+    ]
+    found = [default for node in nodes if (default := _value_of(node, key)) not in (None, {}, [])]
+    if not found:
+        return
+    is_group = not rest and (conf_dir() / group).is_dir()
+    default = "its defaults" if isinstance(found[0], dict) else f"its default, {found[0]}"
+    choices = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    remedy = f"Choose one of {group}={'|'.join(choices)}" if is_group else f"Write {key}=null where that turns it off"
+    raise ConfigError(f"~{key}", value or None, f"takes the setting out, and {default}, would count", remedy)
+
+
+def _value_of(node: Any, key: str) -> Any:
+    """The default of a setting; None of a target's argument, for which the target's own default counts."""
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) and "_target_" not in node else None
+    return node
+
+
 def _is_hydras(flag: str, options: Mapping[str, object]) -> bool:
     """Whether it is an option of Hydra's, or the beginning of one, as argparse takes it; a group's name is none."""
     if flag.startswith("--"):
@@ -214,11 +256,69 @@ def _setting(argument: str, following: str | None, there: Composed, flags: Seque
 
 def _unknown(flag: str, value: str | None, there: Composed, flags: Sequence[str]) -> ConfigError:
     key = flag.lstrip("-")
+    if named := of_another_library(flag, value):
+        return named
     if key.partition(".")[0] in there:
         error = there.unknown(key, value)
         return ConfigError(flag, value, error.problem, error.remedy)
     hint = near_misses(flag, [*flags, *(f"--{name}" for name in there.settings())])
     return ConfigError(flag, value, f"no such flag or setting{hint}", "`--help` says which there are")
+
+
+# A mistake that is seen before torch is imported, which takes most of the time until an answer.
+
+
+def refused(arguments: Sequence[str]) -> ConfigError | None:
+    """What is wrong with a command line of the main job, as far as composing it tells; None leaves it to who runs it.
+
+    It is composed only where it has a key or a choice that no file of ``conf/`` has: that takes a third of a second.
+    """
+    given, _ = take_flag(arguments, "-v", "--check")
+    left = any(argument in ("-m", "--multirun") or argument.startswith(_LEFT) for argument in given)
+    if left or not any(map(_is_suspect, given)):
+        return None
+    try:
+        settings = register_aliases(flags_as_settings(given))
+        known, _ = get_args_parser().parse_known_args(settings)
+        with _loader(known) as loader:
+            loader.load_configuration(known.config_name or "config", known.overrides, run_mode=RunMode.RUN)
+    except ConfigError as error:
+        return error
+    except HydraException as error:
+        return from_hydra(error, arguments)
+    except (Exception, SystemExit):  # argparse's own, or of another kind: said by who composes in earnest
+        return None
+    return None
+
+
+_LEFT = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra/", "hydra.mode=")  # a status is written there, or many jobs
+_PLAIN = re.compile(r"[A-Za-z_][\w.]*=")
+
+
+def _is_suspect(argument: str) -> bool:
+    if argument.startswith(("--", "~")):
+        return True
+    if not _PLAIN.match(argument):
+        return False
+    key, _, value = argument.partition("=")
+    if key != "precision" and (conf_dir() / key).is_dir():
+        words = re.findall(r"[\w.-]+", value)
+        return not all(word == "null" or (conf_dir() / key / f"{word}.yaml").exists() for word in words)
+    return not key.startswith("hydra.") and key not in _known()
+
+
+@cache
+def _known() -> frozenset[str]:
+    """The names of the settings that the schema of an editor lists."""
+    node = json.loads((conf_dir() / "settings.schema.json").read_text())
+    return frozenset(_names(node, ""))
+
+
+def _names(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for inner in (node, *node.get("anyOf", ())):
+        for name, below in inner.get("properties", {}).items():
+            yield f"{prefix}{name}"
+            yield from _names(below, f"{prefix}{name}.")
 
 
 # Hydra's errors as ConfigError: key, value, problem, remedy.

@@ -29,6 +29,13 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+def refuse_mistyped() -> None:
+    """Ends this process, unless it is one of several ranks, where a setting or choice is mistyped: before torch."""
+    if "RANK" not in os.environ and (error := program.load(program.REFUSED)(sys.argv[1:])):
+        sys.stderr.write(f"distaccum: configuration error: {error}\n")
+        sys.exit(2)
+
+
 def main(job: str = "distaccum.train.cli:main", *, dies_by: signal.Signals = signal.SIGTERM) -> None:
     """Imports the main job, and runs it.
 
@@ -49,6 +56,7 @@ def main(job: str = "distaccum.train.cli:main", *, dies_by: signal.Signals = sig
     if any(argument in program.COMPLETION for argument in sys.argv[1:]):
         program.load(program.COMPLETE)("config", sys.argv[1:])
         return
+    refuse_mistyped()
     with without_garbage_collection():
         run = program.load(job)  # here, where the collector is off
     run()

@@ -48,6 +48,7 @@ from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers
 from distaccum.train.schedules import Constant
 
 _log = logging.getLogger(__name__)
+_FINE_TUNING = 3e-4  # Adam's highest usual rate where weights are pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,7 @@ def build_components(
     Raises:
         ConfigError: as :func:`components_from_config`.
     """
+    config = config.with_schedule(own_optimizer=bool(optimizers))
     data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
     plan = _plan_of(config, data, world_size)
     everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
@@ -201,10 +203,10 @@ def build_components(
     engine = _prepare_engine(stated, planned=planned, builder=builder)
     peak = float(optimizers[0].param_groups[0]["lr"]) if optimizers else config.optim.lr
     trained = optimizers or _build_optimizers(config, model, device)
-    _warn_of_no_rate(trained)
+    _warn_of_rates(trained, is_pretrained=_is_pretrained(config, model))
     return TrainingComponents(
         config=config,
-        record=redact(asdict(config) if record is None else record),
+        record=redact({**(record or asdict(config)), "schedule": config.schedule}),
         data=data,
         plan=plan,
         model=model,
@@ -275,9 +277,20 @@ def _build_optimizers(config: RunConfig, model: nn.Module, device: torch.device)
     return optimizers
 
 
-def _warn_of_no_rate(optimizers: Sequence[Optimizer]) -> None:
-    if not any(float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups):
+def _warn_of_rates(optimizers: Sequence[Optimizer], *, is_pretrained: bool) -> None:
+    rates = [(float(group["lr"]), type(one).__name__) for one in optimizers for group in one.param_groups]
+    if not any(rate for rate, _ in rates):
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
+    highest = max((rate for rate, name in rates if "adam" in name.lower()), default=0.0)
+    if is_pretrained and highest > _FINE_TUNING:
+        usual = "experiment=finetune-full has 2e-5, experiment=finetune-lora 2e-4"
+        _log.warning("a learning rate of %g is high for weights that are trained already: %s", highest, usual)
+
+
+def _is_pretrained(config: RunConfig, model: nn.Module) -> bool:
+    """Whether the weights come from files: ``init_from``, or a model of transformers that has a name."""
+    named = bool(getattr(model, "name_or_path", "")) and not config.model.get("from_config", False)
+    return named or config.init_from is not None
 
 
 def _stage(stated: Mapping[str, int]) -> Stage:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
 from distaccum.config.checks import require_choice
 from distaccum.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 
 class Constant:
     """The peak rate after a linear warm-up.
 
     Args:
-        total_steps: not used.
-        warmup_steps: updates of the rise.
+        total_steps: updates of the run.
+        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
+        warmup_ratio: share of all updates that the rise takes.
     """
 
-    def __init__(self, *, total_steps: int, warmup_steps: int = 0) -> None:
-        self._warmup = _Warmup(warmup_steps)
+    def __init__(self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0) -> None:
+        self._warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
 
     def __call__(self, step: int) -> float:
         """Rises to 1, then stays."""
@@ -32,14 +36,22 @@ class Cosine:
 
     Args:
         total_steps: updates until the end of the fall.
-        warmup_steps: updates of the rise.
+        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
+        warmup_ratio: share of all updates that the rise takes.
         final_ratio: the factor at ``total_steps``, and after it.
     """
 
-    def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.1) -> None:
-        self._warmup = _Warmup(warmup_steps)
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        warmup_steps: int | None = None,
+        warmup_ratio: float = 0.0,
+        final_ratio: float = 0.1,
+    ) -> None:
+        self._warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
         self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._begin, self._steps = warmup_steps, max(1, total_steps - warmup_steps)
+        self._begin, self._steps = self._warmup.steps, max(1, total_steps - self._warmup.steps)
 
     def __call__(self, step: int) -> float:
         """Rises to 1, falls to ``final_ratio``."""
@@ -55,14 +67,22 @@ class Linear:
 
     Args:
         total_steps: updates until the end of the fall.
-        warmup_steps: updates of the rise.
+        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
+        warmup_ratio: share of all updates that the rise takes.
         final_ratio: the factor at ``total_steps``, and after it.
     """
 
-    def __init__(self, *, total_steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> None:
-        self._warmup = _Warmup(warmup_steps)
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        warmup_steps: int | None = None,
+        warmup_ratio: float = 0.0,
+        final_ratio: float = 0.0,
+    ) -> None:
+        self._warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
         self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._begin, self._steps = warmup_steps, max(1, total_steps - warmup_steps)
+        self._begin, self._steps = self._warmup.steps, max(1, total_steps - self._warmup.steps)
 
     def __call__(self, step: int) -> float:
         """Rises to 1, falls to ``final_ratio``."""
@@ -80,7 +100,8 @@ class WSD:
 
     Args:
         total_steps: updates until the end of the decay.
-        warmup_steps: updates of the rise.
+        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
+        warmup_ratio: share of all updates that the rise takes.
         decay_ratio: share of ``total_steps`` that decays; the number of updates is rounded.
         decay (linear | sqrt | cosine): its form.
         final_ratio: the factor at ``total_steps``, and after it.
@@ -90,13 +111,14 @@ class WSD:
         self,
         *,
         total_steps: int,
-        warmup_steps: int = 0,
+        warmup_steps: int | None = None,
+        warmup_ratio: float = 0.0,
         decay_ratio: float = 0.2,
         decay: str = "linear",
         final_ratio: float = 0.0,
     ) -> None:
         require_choice("schedule.decay", decay, tuple(_FORMS))
-        self._warmup, self._form = _Warmup(warmup_steps), _FORMS[decay]
+        self._warmup, self._form = _Warmup(warmup_steps, warmup_ratio, total_steps), _FORMS[decay]
         self._final_ratio = _ratio("final_ratio", final_ratio)
         self._steps = max(1, round(_ratio("decay_ratio", decay_ratio) * total_steps))
         self._begin = total_steps - self._steps
@@ -129,13 +151,18 @@ def _ratio(name: str, value: float) -> float:
 
 
 class _Warmup:
-    def __init__(self, steps: int) -> None:
-        if steps < 0:
+    """A linear rise over ``steps`` updates: those that are stated, or a share of all."""
+
+    def __init__(self, steps: int | None, ratio: float, total_steps: int) -> None:
+        if steps is not None and steps < 0:
             raise ConfigError("schedule.warmup_steps", steps, "negative", "Use 0 or more updates")
-        self._steps = steps
+        share = _ratio("warmup_ratio", ratio)
+        if steps is not None and 10 * steps > total_steps > 0:
+            _log.warning("schedule.warmup_steps=%d is more than a tenth of the run's %d updates", steps, total_steps)
+        self.steps = round(share * total_steps) if steps is None else steps
 
     def __call__(self, step: int) -> float:
-        return min(1.0, (step + 1) / (self._steps + 1))
+        return min(1.0, (step + 1) / (self.steps + 1))
 
 
 class DeepSpeedWarmup:

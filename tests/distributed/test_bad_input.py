@@ -11,7 +11,7 @@ from tests.support.commands import metrics, run, status, succeed
 
 # What a user types, and what the message must name: key, value, remedy.
 MISTAKES = {
-    "unknown key": (["optim.learning_rate=1"], ["optim.learning_rate=1", "no such setting", "--cfg job"]),
+    "unknown key": (["optim.learning_rate=1"], ["optim.learning_rate=1", "no such setting", "Write optim.lr=1"]),
     "misspelt key": (["optim.lrr=1"], ["optim.lrr=1", "did you mean optim.lr"]),
     "misspelt group": (["optimm=sgd"], ["optimm=sgd", "did you mean optim"]),
     "not a number": (["optim.lr=abc"], ["optim.lr=abc", "Float", "Give a value of the type"]),

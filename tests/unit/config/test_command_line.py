@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,8 +15,9 @@ from distaccum.config.command_line import register_aliases, take_flag
 from distaccum.config.precision import ALIASES
 from distaccum.config.schema import conf_dir
 from distaccum.errors import ConfigError
-from distaccum.tools.command_line import Composed, flags_as_settings
+from distaccum.tools.command_line import Composed, flags_as_settings, refused
 from distaccum.tools.command_line import composed as composed_of
+from tests.support.commands import ROOT
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,7 @@ def _compose(arguments: Sequence[str]) -> Composed | None:
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
+        (out := ["~callbacks", "~experiment", "~optim.optimizer.betas", "~trainer.max_epochs", "~schedule.x"], out),
         (["--optim.lr=0.01", "--seed=1"], ["optim.lr=0.01", "seed=1"]),  # as W&B's agent has ${args}
         (["--optim.lr", "0.01", "--seed=1"], ["optim.lr=0.01", "seed=1"]),
         (["--optim.clip_value", "-1"], ["optim.clip_value=-1"]),
@@ -76,6 +80,11 @@ def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings:
             "--model.n_head=4: a setting of model=gpt and 4 more, not of model=cnn. Use model=gpt",
         ),
         (["--engine.stage=3"], "--engine.stage=3: a setting of engine=deepspeed, not of engine=ddp"),
+        (["~optim.clip_norm"], "~optim.clip_norm: takes the setting out, and its default, 1.0, would count. Write "),
+        (["~trainer.max_steps=auto"], "~trainer.max_steps=auto: takes the setting out, and its default, auto, would"),
+        (["~engine.stage"], "~engine.stage: takes the setting out, and its default, "),
+        (["~schedule"], "~schedule: takes the setting out, and its defaults, would count. Choose one of schedule=con"),
+        (["~metrics.wandb"], "~metrics.wandb: takes the setting out, and its defaults, would count"),
     ],
 )
 def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: str) -> None:
@@ -111,6 +120,41 @@ def test_suggestions_are_of_the_groups_that_are_chosen(given: list[str], key: st
     there = _compose(given)
     assert there is not None
     assert message in str(there.unknown(key, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lr=0.1", "lr=0.1: no such setting. Write optim.lr=0.1"),
+        ("batch_size=64", "batch_size=64: no such setting. Write batch.global_size=64"),
+        ("--max-grad-norm=1", "--max-grad-norm=1: no such setting. Write optim.clip_norm=1"),
+        ("bf16=true", "bf16=true: no such setting. Write precision=bf16"),
+        (
+            "gradient_accumulation_steps=8",
+            "no such setting. Write batch.global_size, with batch.micro_size for what fits",
+        ),
+        ("--output_dir", "--output_dir: no such setting. Write hydra.run.dir=VALUE"),
+        ("model=cn", "model=cn: no such choice; did you mean cnn? Use one of cnn, gpt"),
+        ("trainer.max_stepz=3", "no such setting; did you mean trainer.max_steps"),
+        ("~optim.clip_norm", "~optim.clip_norm: takes the setting out"),
+        ("--check model.n_head=4 model=cnn", "model.n_head=4: a setting of model=gpt"),
+        ("optim.lr=3e-4 model=cnn batch=tokens --check=2 -v precision=bf16 +model.x=1 metrics=[wandb,jsonl]", None),
+        ("-m lr=0.1", None),
+        ("hydra.run.dir=somewhere lr=0.1", None),  # whose status tells it, too
+        ("--config x lr=0.1", None),  # argparse's own message
+    ],
+)
+def test_a_mistyped_command_line_is_refused_before_torch_is_there(given: str, message: str | None) -> None:
+    found = refused(given.split())
+    assert (message is None and found is None) or (message is not None and message in str(found))
+
+
+def test_the_answer_needs_no_torch() -> None:
+    program = "import sys; import distaccum.train.__main__ as job; sys.argv[1:] = ['lr=0.1']\n"
+    program += "try: job.main()\nfinally: assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "distaccum: configuration error: lr=0.1: no such setting. Write optim.lr=0.1\n"
 
 
 @pytest.mark.slow

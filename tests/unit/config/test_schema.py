@@ -14,7 +14,7 @@ from distaccum.config.checks import require_fraction
 from distaccum.config.engine import Zero1Config
 from distaccum.config.instantiate import build
 from distaccum.config.precision import PRECISIONS, PrecisionConfig
-from distaccum.config.schema import RunConfig, conf_dir
+from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.trainer import CheckpointConfig, OptimConfig, TrainerConfig
 from distaccum.errors import ConfigError
 
@@ -79,7 +79,9 @@ def test_a_target_of_ones_own_has_none_of_the_defaults_arguments() -> None:
     assert config.schedule == {"_target_": "distaccum.train.schedules.Constant"}
     config = RunConfig.from_dict({"optim": {"optimizer": {"fused": False}}, "schedule": {"warmup_steps": 5}})
     assert config.optim.optimizer == RunConfig().optim.optimizer | {"fused": False}
-    assert config.schedule == RunConfig().schedule | {"warmup_steps": 5}
+    cosine = RunConfig().with_schedule(own_optimizer=False).schedule
+    for own in (True, False):
+        assert config.with_schedule(own_optimizer=own).schedule == cosine | {"warmup_steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -244,6 +246,23 @@ def test_the_schema_and_the_yaml_state_the_same_defaults(group: str, file: str) 
     node = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{file}.yaml"))
     defaults = RunConfig.from_dict({"engine": file}) if group == "engine" else RunConfig()
     assert getattr(RunConfig.from_dict({group: node}), group) == getattr(defaults, group)
+
+
+@pytest.mark.parametrize(
+    ("stated", "on"),
+    [
+        ("[wandb,tensorboard]", {"wandb", "tensorboard"}),
+        ("[mlflow,wandb]", {"mlflow", "wandb"}),
+        ("[jsonl,tensorboard]", {"tensorboard"}),
+        ("jsonl", set()),
+        ("wandb", {"wandb"}),
+    ],
+)
+def test_trackers_add_up(stated: str, on: set[str]) -> None:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        made = RunConfig.from_dict(plain(compose("config", [f"metrics={stated}"]))).metrics
+    found = {"wandb": made.wandb.mode is None, "tensorboard": made.tensorboard.enabled, "mlflow": made.mlflow.enabled}
+    assert {name for name, enabled in found.items() if enabled} == on
 
 
 @pytest.mark.parametrize("value", [0.1, 0.999])

@@ -32,6 +32,16 @@ def test_half_a_launcher_is_refused(missing: str) -> None:
         LaunchEnvironment.from_environment({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_tasks_that_are_no_ranks_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=2: .* each would train alone. Start one task a node with torchrun"):
+        LaunchEnvironment.from_environment({name: "2", "SLURM_NTASKS": "2"})
+    assert LaunchEnvironment.from_environment({name: "1", "SLURM_NTASKS": "2"}) == LaunchEnvironment()
+    assert LaunchEnvironment.from_environment(TORCHRUN | {name: "2"}).size == 4
+    with single_process_world():  # a program that makes ranks of its tasks itself
+        assert LaunchEnvironment.from_environment({name: "2"}) == LaunchEnvironment()
+
+
 def test_a_rank_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="RANK=x: not a number"):
         LaunchEnvironment.from_environment(TORCHRUN | {"RANK": "x"})

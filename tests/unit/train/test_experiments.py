@@ -25,7 +25,7 @@ PUBLISHED = {
     "gpt2-774m": 774_030_080,
     "gpt2-1.5b": 1_557_611_200,
 }
-EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("gpt2-*.yaml"))
 TOKENS = ("data=tokens", "data.path=unused", "data.vocab_size=50257", "data.seq_len=1024")
 
 

@@ -33,7 +33,26 @@ def test_past_the_end_it_stays_at_the_final_ratio() -> None:
     assert Cosine(total_steps=10, final_ratio=0.2)(1000) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("kind", [Constant, Cosine, Linear, WSD])
+@pytest.mark.parametrize(("total", "steps"), [(40, 4), (300, 30), (7, 1)])
+def test_a_warm_up_is_a_share_of_the_run_or_the_steps_that_are_stated(kind: Any, total: int, steps: int) -> None:
+    by_share, by_steps = kind(total_steps=total, warmup_ratio=0.1), kind(total_steps=total, warmup_steps=steps)
+    both = kind(total_steps=total, warmup_ratio=0.9, warmup_steps=steps)
+    rates = [[one(step) for step in range(total + 1)] for one in (by_share, by_steps, both)]
+    assert rates[0] == rates[1] == rates[2]
+    assert rates[0][steps - 1] < 1 == rates[0][steps]
+
+
+def test_a_long_warm_up_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    Cosine(total_steps=40, warmup_steps=4)
+    assert not caplog.text
+    Cosine(total_steps=40, warmup_steps=60)
+    assert "schedule.warmup_steps=60 is more than a tenth of the run's 40 updates" in caplog.text
+
+
 def test_bad_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_ratio=1.5"):
+        Linear(total_steps=1, warmup_ratio=1.5)
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps=-1"):
         Constant(total_steps=1, warmup_steps=-1)
     with pytest.raises(ConfigError, match=r"schedule\.final_ratio=2"):

@@ -33,6 +33,7 @@ from distaccum.engines.factory import create, prepare
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run, named, restore, states
+from tests.support.commands import metrics
 from tests.support.optional import Library
 
 datasets, torchmetrics = Library("datasets"), Library("torchmetrics")
@@ -163,6 +164,21 @@ def test_a_second_run_of_the_same_objects_begins_as_the_first_did(gloo_world: Wo
     assert seen[0][1][0] == 0.5 > seen[0][1][-1]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "last"),
+    [({}, 0.5), ({"warmup_steps": 40}, 0.5 * 6 / 41), ({"_target_": "distaccum.train.schedules.Linear"}, 0.5 / 6)],
+)
+def test_an_optimizer_of_ones_own_keeps_its_rate_unless_a_schedule_is_stated(
+    schedule: dict[str, Any], last: float, gloo_world: World, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD((model := _model()).parameters(), lr=0.5)
+    config = replace(_config(max_steps=6, log_every=1), schedule=schedule)
+    Trainer(model, CrossEntropy(), SOURCE, optimizer=optimizer, config=config, run_dir=tmp_path).fit()
+    assert [one["lr"] for one in metrics(tmp_path) if "lr" in one][-1] == pytest.approx(last)
+    checkpoint = max((tmp_path / "checkpoints").glob("step-*"))
+    assert "_target_" in json.loads((checkpoint / "state.json").read_text())["config"]["schedule"]
+
+
 class Phased(Callback):
     mode = "warm"  # of its own: no direction
 
@@ -218,7 +234,7 @@ def _settings(**keywords: Any) -> RunConfig:
 def test_keywords_replace_settings_of_the_configuration_and_no_others() -> None:
     config = _config()
     assert _settings(config=config) == config
-    assert _settings() == RunConfig()
+    assert _settings() == RunConfig().with_schedule(own_optimizer=False)
     stated = _settings(
         global_batch_size=12,
         micro_batch_size=2,
