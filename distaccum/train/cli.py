@@ -48,7 +48,7 @@ from distaccum.train.components import TrainingComponents, components_from_confi
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
 from distaccum.train.metrics.background import is_left_behind
-from distaccum.train.run import Launch, RunResult, prepare, run
+from distaccum.train.run import Launch, RunResult, Start, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import enable_loggers, log_to_stderr
 from distaccum.train.sweeps import (
@@ -61,11 +61,9 @@ from distaccum.train.sweeps import (
     swept,
 )
 
-# What ``--check`` says of a configuration that can run, in one line.
-
 
 def passed(components: TrainingComponents, from_step: int | None) -> str:
-    """What was built, for how many processes, and what the run would do.
+    """What ``--check`` says: what was built, for how many processes, and what the run would do.
 
     Args:
         components: all that was built.
@@ -164,16 +162,16 @@ def _run_job(
             with open_world(environment, coordinator.store_for(job), device, timeout, backend=backend) as world:
                 yield world
 
-        result = run(
-            partial(_make_components, job, environment, builder=launch.engines),
-            run_dir,
-            environment,
+        start = Start(
+            make_components=partial(_make_components, job, environment, builder=launch.engines),
+            run_dir=run_dir,
+            launch=launch,
             began=monotonic(),
             signals=signals,
             agree=agree,
             open_group=open_group,
-            launch=launch,
         )
+        result = run(start)
     note = os.environ.get("DISTACCUM_PREEMPTED")
     if note and result.preempted:  # for launch/container.sh, on every node: torchrun's exit code does not tell
         Path(note).write_text(f"{job.run_dir}\n")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,11 +26,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, tho
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.settings import AccumulatorSettings
+from distaccum.checkpoint.files import write_json
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.checks import ROLLBACK, seconds_of
 from distaccum.data.factory import build_loader
-from distaccum.data.loader import WindowLoader
 from distaccum.data.spec import is_map_style
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.random import RNGState
@@ -45,7 +45,7 @@ from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
-from distaccum.train.loop import Loop, TrainingRun, tell_nobody
+from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
 from distaccum.train.metrics.wandb import run_id
@@ -77,39 +77,6 @@ class RunResult:
 
     evaluation: dict[str, float]
     preempted: bool
-
-
-@dataclass(kw_only=True)
-class Prepared:
-    """A run whose ranks have agreed that they can run it: what :meth:`Launch.train` is given.
-
-    Args:
-        make_components: makes others, where these are used up.
-        components: whom nobody else holds.
-        saved: the checkpoint that it begins from, on rank 0.
-        run_dir, environment, began, signals, open_group: as :func:`run` has them.
-        beginning: for the header.
-        log: of this rank.
-        owning: has the run directory, on rank 0.
-    """
-
-    make_components: Callable[[], TrainingComponents]
-    components: TrainingComponents | None
-    saved: SavedState | None
-    run_dir: RunDir
-    environment: LaunchEnvironment
-    began: float
-    signals: StopSignals | None
-    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]]
-    beginning: str
-    log: RunLog
-    owning: ExitStack
-
-    def take(self) -> TrainingComponents:
-        """The components, which the caller alone holds from here on."""
-        taken, self.components = self.components, None
-        assert taken is not None
-        return taken
 
 
 class Launch:
@@ -154,9 +121,9 @@ class Launch:
         """
         return components
 
-    def train(self, prepared: Prepared) -> RunResult:
+    def train(self, start: Start) -> RunResult:
         """Opens the process group and trains."""
-        return _in_group(prepared)
+        return _in_group(start)
 
     def end(self, exit_code: int) -> None:
         """The process is about to end."""
@@ -171,75 +138,81 @@ def _join(_: torch.device, timeout: timedelta, backend: str) -> AbstractContextM
     return nullcontext(World.join(timeout, backend=backend))
 
 
-def run(
-    make_components: Callable[[], TrainingComponents],
-    run_dir: RunDir,
-    environment: LaunchEnvironment,
-    *,
-    began: float,
-    signals: StopSignals | None = None,
-    agree: Callable[[str | None], None] = _alone,
-    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join,
-    launch: Launch | None = None,
-) -> RunResult:
-    """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
+@dataclass(kw_only=True)
+class Start:
+    """A run as this process is told to start it, and what is prepared before its ranks agree that they can run it.
 
     Args:
-        make_components: builds them; its errors are treated as the run's.
+        make_components: builds them; its errors are treated as the run's. It is called again where these are used up.
         run_dir: as rank 0 names it; the other ranks use rank 0's.
-        environment: who this process is.
+        launch: how this process was started.
         began: when the run began, as ``time.monotonic`` gives it; ``trainer.max_time`` counts from there.
         signals: preempt the run; None to catch them here while it trains.
         agree: given why this rank cannot run, or None; raises JobRejectedError on all ranks if one cannot.
         open_group: opens the process group of a device, with a timeout and a backend, and closes it.
-        launch: how this process was started; None: alone, or by torchrun.
+    """
+
+    make_components: Callable[[], TrainingComponents]
+    run_dir: RunDir
+    launch: Launch
+    began: float
+    signals: StopSignals | None = None
+    agree: Callable[[str | None], None] = _alone
+    open_group: Callable[[torch.device, timedelta, str], AbstractContextManager[World]] = _join
+
+    components: TrainingComponents | None = field(init=False, default=None)
+    saved: SavedState | None = field(init=False, default=None)
+    """The checkpoint that it begins from, on rank 0."""
+    beginning: str = field(init=False, default="")
+    """For the header of a run without one."""
+    log: RunLog = field(init=False)
+    """Of this rank."""
+    owning: ExitStack = field(init=False)
+    """Has the run directory, on rank 0."""
+
+    def take(self) -> TrainingComponents:
+        """The components, which the caller alone holds from here on."""
+        taken, self.components = self.components, None
+        assert taken is not None
+        return taken
+
+
+def run(start: Start) -> RunResult:
+    """Prepares, agrees, opens the process group, trains, and writes how the run ended; every rank calls it.
 
     Raises:
         ConfigError: this rank cannot run, and no other rank was asked.
-        JobRejectedError: from ``agree``.
+        JobRejectedError: from ``start.agree``.
         NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
         DataError: an epoch gives nothing to train on.
     """
-    launch = launch or Launch(environment)
-    with RunLog(environment.rank, hide=run_dir.hidden) as log, ExitStack() as owning:
+    launch, run_dir, environment = start.launch, start.run_dir, start.launch.environment
+    with RunLog(environment.rank, hide=run_dir.hidden) as start.log, ExitStack() as start.owning:
         try:
             if environment.rank == 0:
                 run_dir.make()
-                owning.enter_context(run_dir.own())
-            components = launch.adapted(make_components())
-            saved = prepare(components, run_dir, environment)
-            beginning = _begin(components, run_dir, saved) if environment.rank == 0 else ""
-            if environment.rank == 0 and components.config.metrics.report:
-                owning.enter_context(load(REPORT)(run_dir))
+                start.owning.enter_context(run_dir.own())
+            start.components = launch.adapted(start.make_components())
+            start.saved = prepare(start.components, run_dir, environment)
+            if environment.rank == 0:
+                start.beginning = _begin(start.components, run_dir, start.saved)
+                if start.components.config.metrics.report:
+                    start.owning.enter_context(load(REPORT)(run_dir))
         except ConfigError as error:
-            agree(str(error))
+            start.agree(str(error))
             raise
         except BaseException as error:
             if not launch.joins:  # else the run goes on without this process
                 note_failure(run_dir, environment.rank, error)
             with suppress(JobRejectedError):  # the other ranks learn of it, and this one shows where it happened
-                agree(reason_of(environment.rank, error))
+                start.agree(reason_of(environment.rank, error))
             raise
         try:
-            agree(None)
+            start.agree(None)
         except PeerError as error:
             note_failure(run_dir, environment.rank, error)
             raise
-        prepared = Prepared(
-            make_components=make_components,
-            components=components,
-            saved=saved,
-            run_dir=run_dir,
-            environment=environment,
-            began=began,
-            signals=signals,
-            open_group=open_group,
-            beginning=beginning,
-            log=log,
-            owning=owning,
-        )
-        del components  # whoever trains may have to be the only one that holds them
-        return launch.train(prepared)
+        return launch.train(start)
 
 
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
@@ -254,36 +227,27 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     return beginning
 
 
-def _in_group(prepared: Prepared) -> RunResult:
+def _in_group(start: Start) -> RunResult:
     """Opens the group and trains. An error from here on is written by the rank that it happens on."""
-    components, run_dir, environment = prepared.take(), prepared.run_dir, prepared.environment
-    signals, log = prepared.signals, prepared.log
+    components, run_dir, environment = start.take(), start.run_dir, start.launch.environment
     rank, trainer = environment.rank, components.config.trainer
     with Peers(run_dir, rank=rank, local_size=environment.local_size) as peers:
         joined = False
         try:
             with (
-                prepared.open_group(components.device, group_timeout(trainer), trainer.backend) as world,
-                nullcontext(signals) if signals else StopSignals() as caught,
+                start.open_group(components.device, group_timeout(trainer), trainer.backend) as world,
+                nullcontext(start.signals) if start.signals else StopSignals() as caught,
             ):
                 _log.info("%d ranks, rank %d on %s", world.size, world.rank, world.device)
                 run_dir = run_dir.of_main(world)
                 joined = True
-                log.open(run_dir.logs)
+                start.log.open(run_dir.logs)
                 peers.enter_phase("preparing")
                 peers.show(run_dir)
                 try:
-                    session = Session(prepared.saved, prepared.beginning)
                     with watchdog(trainer, world, run_dir, caught):
-                        ended = train(
-                            components,
-                            session,
-                            run_dir,
-                            world,
-                            signals=caught,
-                            began=prepared.began,
-                            enter_phase=peers.enter_phase,
-                        )
+                        session = Session(start, run_dir, world, enter_phase=peers.enter_phase)
+                        ended = train(components, session, caught)
                         assert ended is not None
                         return ended
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
@@ -316,44 +280,23 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     return saved
 
 
-def train(
-    components: TrainingComponents,
-    session: Session,
-    run_dir: RunDir,
-    world: World,
-    *,
-    signals: StopSignals,
-    began: float,
-    enter_phase: Callable[[str], None] = tell_nobody,
-) -> RunResult | None:
+def train(components: TrainingComponents, session: Session, signals: StopSignals) -> RunResult | None:
     """Trains from where the ``session`` begins; a collective. None where it ends before the run.
 
-    ``signals`` can preempt it; ``trainer.max_time`` counts from ``began``, as ``time.monotonic`` gave it.
-    ``enter_phase`` is told what this rank does.
+    ``signals`` can preempt it.
     """
-    config = components.config
+    config, run_dir, world = components.config, session.run_dir, session.world
     with (
         deterministic_for(config),
         threads_of(config, components.device),
         open_screen(components.total_steps, world, signals, records=config.metrics.console) as screen,
     ):
-        before = run_dir.status() if world.is_main else {}
         if world.is_main:
             run_dir.write_status(State.RUNNING, step=session.step)
         if config.checkpoint.saves and session.is_first:
             check_shared(run_dir.path, world)
         with ExitStack() as closing:
-            run, generators = prepare_run(
-                components,
-                session,
-                run_dir,
-                world,
-                closing=closing,
-                before=before,
-                began=began,
-                enter_phase=screen.and_show(enter_phase),
-                screen=screen,
-            )
+            run, generators = prepare_run(components, session, screen, closing)
             loop = session.loop(run, open_parts(run, screen.console, closing))
             screen.follow(lambda: loop.known_progress, lambda: loop.waited_s, run.utilization)
             generators.restore()  # modules that were imported for the header and the loggers may have drawn
@@ -372,35 +315,31 @@ def train(
 
 
 def prepare_run(
-    components: TrainingComponents,
-    session: Session,
-    run_dir: RunDir,
-    world: World,
-    *,
-    closing: ExitStack,
-    before: Mapping[str, Any],
-    began: float,
-    enter_phase: Callable[[str], None],
-    screen: Screen,
+    components: TrainingComponents, session: Session, screen: Screen, closing: ExitStack
 ) -> tuple[TrainingRun, RNGState]:
-    """Restores, wraps and opens what a run takes until ``closing``; ``before`` is the status that was found.
+    """Restores, wraps and opens what a run takes until ``closing``.
 
     With the run come the random numbers that it begins with: what is imported until then may draw.
     """
+    run_dir, world, config = session.run_dir, session.world, components.config
     screen.enter(session.says)
     for callback in components.callbacks if session.is_first else ():
         callback.forget()
-    restore = session.restore(components, world)
+    restore = session.restore(components)
     utilization = load(UTILIZATION)(components, world.size) if world.is_main else None
     modules = load(MODULES)(components.model) if world.is_main else []  # an engine may take it apart
-    accumulator = build_accumulator(components, world, verify=session.verify(components.config.trainer.verify))
+    accumulator = build_accumulator(components, world, verify=session.verify(config.trainer.verify))
     session.prepare(accumulator, closing)
-    components = _with_micro_batch(
-        components, accumulator, restore.memory, run_dir=run_dir, screen=screen, closing=closing
-    )
+    # The micro-batch that is known or rehearsed; what fits is noted until the end.
+    hardware, marks = hardware_of(components, world), accumulator.engine.memory_marks
+    closing.enter_context(memory_noted(run_dir, marks, restore.memory, hardware, world, resume=config.resume))
+    if config.batch.rehearses:
+        screen.enter("rehearsing")
+    components = find_micro_batch(components, accumulator, restore.memory, hardware)
     # What draws outside micro-steps differs between ranks; initial weights do not.
-    _seed(components.config.seed + world.rank)
-    loader = _open_loader(components, world)
+    _seed(config.seed + world.rank)
+    workers = loading_of(components.data, config, components.most_ahead)
+    loader = build_loader(components.data, components.plan, world, workers=workers, seed=config.seed)
     wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
     generators = RNGState.capture(world.device)
     closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
@@ -409,41 +348,33 @@ def prepare_run(
         accumulator=accumulator,
         loader=loader,
         run_dir=run_dir,
-        store=CheckpointStore(run_dir.checkpoints, keep=components.config.checkpoint.keep),
-        enter_phase=enter_phase,
+        store=CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep),
+        enter_phase=screen.and_show(session.enter_phase),
         tell_saved=screen.saved,
         wandb_id=wandb_id,
         logged=restore.logged,
         utilization=utilization,
-        began=began,
+        began=session.began,
         saved_step=session.saved_step,
-        saved_ago_s=session.saved_ago_s(run_dir, began),
+        saved_ago_s=session.saved_ago_s(),
     )
     if screen.console is not None:
-        note = note or session.beginning
-        opened = partial(_open_loggers, run, screen, before=before, note=note, modules=modules, session=session)
+        opened = partial(_open_loggers, run, session, screen, note or session.beginning, modules)
         run = replace(run, loggers=session.loggers(opened, closing))
     return run, generators
 
 
 def _open_loggers(
-    run: TrainingRun,
-    screen: Screen,
-    *,
-    before: Mapping[str, Any],
-    note: str,
-    modules: Sequence[str],
-    session: Session,
+    run: TrainingRun, session: Session, screen: Screen, note: str, modules: Sequence[str]
 ) -> list[Logger]:
     """Rank 0 says what begins, in the run directory and on the screen, and opens the loggers of a run without any.
 
     Args:
         run: of this process.
+        session: of the run.
         screen: has the console.
-        before: the status that the process before left.
         note: for the header.
         modules: of the model, as lines for the header.
-        session: of the run.
     """
     components, accumulator, run_dir, console = run.components, run.accumulator, run.run_dir, screen.console
     config, engine, progress = components.config, accumulator.engine, accumulator.progress
@@ -457,9 +388,12 @@ def _open_loggers(
         **({"memory": components.memory} if config.batch.rehearses else {}),
         **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
     }
-    run_dir.write_plan(plan)
+    for name, content in {"plan.json": plan, **engine.facts.artifacts}.items():
+        write_json(run_dir.path / name, dict(content))
     commit = _git_commit()
-    load(ENVIRONMENT)(run_dir, accumulator.world, progress, config=components.record, before=before, git_commit=commit)
+    load(ENVIRONMENT)(
+        run_dir, session.world, progress, config=components.record, before=session.before, git_commit=commit
+    )
     info = RunInfo(
         folder=run_dir.path,
         id=run.wandb_id,
@@ -473,37 +407,11 @@ def _open_loggers(
     if session.first_to("print the header"):
         print_header(components, engine, run_dir, note, console, modules=modules)
     else:
-        print_taken_over(progress, accumulator.world.size, console)
-    run_dir.write_artifacts(engine.facts.artifacts)
-    device = accumulator.world.device
+        print_taken_over(progress, session.world.size, console)
+    device = session.world.device
     return build_loggers(
         config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
     )
-
-
-def _with_micro_batch(
-    components: TrainingComponents,
-    accumulator: Accumulator,
-    known: Mapping[str, Any],
-    *,
-    run_dir: RunDir,
-    screen: Screen,
-    closing: ExitStack,
-) -> TrainingComponents:
-    """The components with the micro-batch that is known or rehearsed; what fits is noted until ``closing``."""
-    world, config = accumulator.world, components.config
-    hardware = hardware_of(components, world)
-    marks = accumulator.engine.memory_marks
-    closing.enter_context(memory_noted(run_dir, marks, known, hardware, world, resume=config.resume))
-    if config.batch.rehearses:
-        screen.enter("rehearsing")
-    return find_micro_batch(components, accumulator, known, hardware)
-
-
-def _open_loader(components: TrainingComponents, world: World) -> WindowLoader:
-    config = components.config
-    workers = loading_of(components.data, config, components.most_ahead)
-    return build_loader(components.data, components.plan, world, workers=workers, seed=config.seed)
 
 
 def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]:
@@ -545,7 +453,7 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
 
 def _end(run: TrainingRun, loop: Loop, evaluation: Mapping[str, float], console: Any, *, session: Session) -> None:
     """Rank 0 says how the run has ended."""
-    session.ended(run.run_dir)
+    session.ended()
     state = State.PREEMPTED if loop.preempted else State.DONE
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run.run_dir.write_status(state, step=loop.progress.step, reason=reason)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
@@ -391,15 +391,6 @@ class RunDir:
             self.make()
             if not self.holds_results() and not self.is_foreign():
                 self.write_status(State.CONFIG_ERROR, step=0, reason=self.hidden(reason))
-
-    def write_artifacts(self, artifacts: Mapping[str, Mapping[str, object]]) -> None:
-        """Writes each under its file name, as JSON."""
-        for name, content in artifacts.items():
-            write_json(self.path / name, dict(content))
-
-    def write_plan(self, plan: Mapping[str, object]) -> None:
-        """Replaces ``plan.json``."""
-        write_json(self.path / "plan.json", dict(plan))
 
 
 def _status(state: State, step: int, reason: str, ranks: int | None = None) -> str:

@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distaccum.accumulation.accumulator import Accumulator
-from distaccum.checkpoint.state import SavedState
 from distaccum.distributed.world import World
 from distaccum.train.components import TrainingComponents
-from distaccum.train.loop import Loop, TrainingRun
+from distaccum.train.loop import Loop, TrainingRun, tell_nobody
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.parts.base import Part
 from distaccum.train.resume import Restore
@@ -19,6 +18,8 @@ from distaccum.train.run_dir import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from distaccum.train.run import Start
 
 
 def opened(make: Callable[[], Sequence[Logger]], closing: ExitStack) -> Sequence[Logger]:
@@ -54,8 +55,10 @@ class Session:
     Where ranks come and go, each group has a session; its class is in the ring of elastic runs.
 
     Args:
-        saved: the checkpoint, as rank 0 has it.
-        beginning: for the header of a run without one.
+        start: of the run; its components are the caller's.
+        run_dir: as rank 0 names it.
+        world: this rank in the group.
+        enter_phase: told what this rank does.
     """
 
     step = 0
@@ -67,17 +70,22 @@ class Session:
     closes_alone = False
     """Whether other ranks may be gone by the end."""
 
-    def __init__(self, saved: SavedState | None, beginning: str) -> None:
-        self.saved, self.beginning = saved, beginning
+    def __init__(
+        self, start: Start, run_dir: RunDir, world: World, *, enter_phase: Callable[[str], None] = tell_nobody
+    ) -> None:
+        self.saved, self.beginning, self.began = start.saved, start.beginning, start.began
+        self.run_dir, self.world, self.enter_phase = run_dir, world, enter_phase
+        self.before: Mapping[str, Any] = run_dir.status() if world.is_main else {}
+        """The status that the process before left."""
 
     @property
     def says(self) -> str:
         """What the screen says of the start."""
         return "starting" if self.saved is None else f"restoring {self.saved.folder.name}"
 
-    def restore(self, components: TrainingComponents, world: World) -> Restored:
+    def restore(self, components: TrainingComponents) -> Restored:
         """What is gone on from."""
-        return Restore(self.saved, components, world)
+        return Restore(self.saved, components, self.world)
 
     def verify(self, stated: str) -> str:
         """Which windows are proven, where ``trainer.verify`` is ``stated``."""
@@ -94,8 +102,8 @@ class Session:
         """Whether no process of the run has done something before."""
         return True
 
-    def saved_ago_s(self, run_dir: RunDir, began: float) -> float:
-        """Seconds since the last checkpoint was saved, of which a run that ``began`` then goes on."""
+    def saved_ago_s(self) -> float:
+        """Seconds since the last checkpoint was saved, from which the run goes on."""
         return 0.0
 
     def loop(self, run: TrainingRun, parts: Sequence[Part]) -> Loop:
@@ -109,5 +117,5 @@ class Session:
         """Trains; returns the last evaluation, or None where another session goes on with the run."""
         return loop.fit()
 
-    def ended(self, run_dir: RunDir) -> None:
+    def ended(self) -> None:
         """The run has ended; on rank 0, before it says so."""

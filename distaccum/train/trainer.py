@@ -27,7 +27,7 @@ from distaccum.train.callbacks import Callback, named
 from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.run import run
+from distaccum.train.run import Launch, Start, run
 from distaccum.train.run_dir import RunDir
 
 
@@ -148,12 +148,14 @@ class Trainer:
         """
         if self._environment.launched:
             die_with_parent()
-        result = run(
-            lambda: self._components,
-            RunDir(Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{token_hex(2)}")),
-            self._environment,
+        folder = Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{token_hex(2)}")
+        start = Start(
+            make_components=lambda: self._components,
+            run_dir=RunDir(folder),
+            launch=Launch(self._environment),
             began=self._began,
         )
+        result = run(start)
         self.preempted = result.preempted
         return result.evaluation
 
@@ -175,10 +177,9 @@ def _check_given(config: RunConfig, run_dir: str | Path | None, callbacks: Any, 
     if run_dir is None and config.resume == "auto":
         problem = "is not given, and resume=auto looks for its run there"
         raise ConfigError("run_dir", None, problem, "Give the folder")
-    if not isinstance(callbacks, list | tuple):
-        raise ConfigError("callbacks", type(callbacks).__name__, "is no list", "Give them as a list")
-    if not isinstance(loggers, list | tuple):
-        raise ConfigError("loggers", type(loggers).__name__, "is no list", "Give them as a list")
+    for name, given in (("callbacks", callbacks), ("loggers", loggers)):
+        if not isinstance(given, list | tuple):
+            raise ConfigError(name, type(given).__name__, "is no list", "Give them as a list")
     for logger in loggers:
         if not isinstance(logger, Logger):
             remedy = "Give objects of classes that inherit from distaccum.Logger"

@@ -42,7 +42,7 @@ from distaccum.train import run as run_module
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.parts import checkpoints
-from distaccum.train.run import RunResult, run
+from distaccum.train.run import Launch, RunResult, Start, run
 from distaccum.train.run_dir import RunDir
 from tests.simulation.disk import Call, CrashedError, Disk, Job
 from tests.support.threads import run_ranks
@@ -437,15 +437,16 @@ class Cell:
                 self._world = world
             with self.disk.running(job, number):
                 try:
-                    return run(
-                        lambda: _components(self.plan, number, given.size, self.models),
-                        RunDir(self.root),
-                        LaunchEnvironment(rank=number, size=given.size),
+                    start = Start(
+                        make_components=lambda: _components(self.plan, number, given.size, self.models),
+                        run_dir=RunDir(self.root),
+                        launch=Launch(LaunchEnvironment(rank=number, size=given.size)),
                         began=monotonic(),
                         signals=signals[number],
                         agree=agreement,
                         open_group=lambda *_: nullcontext(world),
                     )
+                    return run(start)
                 except BaseException:
                     agreement.abort()
                     raise

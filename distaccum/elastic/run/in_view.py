@@ -30,6 +30,8 @@ from distaccum.train.session import Restored, Session, opened
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from distaccum.train.run import Start
+
 
 class Rank0Resources:
     """The loggers of a run, which rank 0 opens once and keeps from view to view; closed at the end of the block."""
@@ -57,8 +59,8 @@ class InView(Session):
     """A view's part of a run: it goes on from what the members have, and ends where ranks are lost or come.
 
     Args:
-        saved: the checkpoint that the first view begins from, as rank 0 has it.
-        beginning: for the header of a run without one.
+        start, run_dir, world: as :class:`Session` has them.
+        saved: the checkpoint that this view goes on from, as its rank 0 has it.
         begin: its state, and the window that is open.
         rider: travels with the windows' counts.
         resources: what rank 0 has open from view to view.
@@ -72,9 +74,11 @@ class InView(Session):
 
     def __init__(
         self,
-        saved: SavedState | None,
-        beginning: str,
+        start: Start,
+        run_dir: RunDir,
+        world: World,
         *,
+        saved: SavedState | None,
         begin: Begin,
         rider: JoinHook,
         resources: Rank0Resources,
@@ -83,7 +87,8 @@ class InView(Session):
         note: Callable[[ViewChangedError], None],
         memory: MemoryCheckpoints | None = None,
     ) -> None:
-        super().__init__(saved, beginning)
+        super().__init__(start, run_dir, world)
+        self.saved = saved
         self._begin, self._rider, self._resources, self._memory = begin, rider, resources, memory
         self._changes, self._first_to, self._note = changes, first_to, note
         self._before = begin.carried
@@ -91,10 +96,10 @@ class InView(Session):
         self.saved_step = None if self._before is None else self._before.saved_step
         self.is_first = self._before is None
 
-    def restore(self, components: TrainingComponents, world: World) -> Restored:
+    def restore(self, components: TrainingComponents) -> Restored:
         """From what was carried, if anything was."""
         if self._before is None:
-            return super().restore(components, world)
+            return super().restore(components)
         return RestoreCarried(self._before, components.callbacks)
 
     def verify(self, stated: str) -> str:
@@ -113,15 +118,15 @@ class InView(Session):
         """Whether no process of the job has asked for this before."""
         return self._first_to(what)
 
-    def saved_ago_s(self, run_dir: RunDir, began: float) -> float:
+    def saved_ago_s(self) -> float:
         """Seconds since the checkpoint was saved, or since the run began if there is none."""
         if self._before is None:
             return 0.0
         with suppress(OSError):
             if self._before.saved_step:
-                saved = run_dir.checkpoints / f"step-{self._before.saved_step}"
+                saved = self.run_dir.checkpoints / f"step-{self._before.saved_step}"
                 return max(0.0, time() - saved.stat().st_mtime)
-        return monotonic() - began
+        return monotonic() - self.began
 
     def loop(self, run: TrainingRun, parts: Sequence[Part]) -> Loop:
         """One that is told what the view before has left to do; what was carried is in it from here on."""
@@ -165,7 +170,7 @@ class InView(Session):
             self._begin.carried = mine.carried()
         return found
 
-    def ended(self, run_dir: RunDir) -> None:
+    def ended(self) -> None:
         """Where a rank is lost after this, the next view comes here once more."""
-        run_dir.require_owned()
-        run_dir.forget_failure()  # of a rank that woke after the others had gone on without it
+        self.run_dir.require_owned()
+        self.run_dir.forget_failure()  # of a rank that woke after the others had gone on without it

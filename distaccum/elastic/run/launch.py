@@ -18,7 +18,7 @@ from distaccum.elastic.run.views import run_in_views
 from distaccum.errors import ConfigError
 from distaccum.train import cli
 from distaccum.train.components import TrainingComponents
-from distaccum.train.run import Launch, Prepared, RunResult
+from distaccum.train.run import Launch, RunResult, Start
 
 
 class ElasticLaunch(Launch):
@@ -70,20 +70,10 @@ class ElasticLaunch(Launch):
         expect_told(components.config.elastic, self._member.told)
         return adapted(components)
 
-    def train(self, prepared: Prepared) -> RunResult:
+    def train(self, start: Start) -> RunResult:
         """Trains view by view."""
-        anew = Anew(prepared.make_components, prepared.take())
-        return run_in_views(
-            anew,
-            prepared.saved,
-            prepared.run_dir,
-            self._member,
-            signals=prepared.signals,
-            log=prepared.log,
-            owning=prepared.owning,
-            began=self._member.began(prepared.began),
-            beginning=prepared.beginning,
-        )
+        start.began = self._member.began(start.began)
+        return run_in_views(Anew(start.make_components, start.take()), start, self._member)
 
     def end(self, exit_code: int) -> None:
         """Ends the process at once: groups that were left may have threads which wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -33,9 +33,8 @@ from distaccum.program import REPORT, load
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import note_failure
 from distaccum.train.owner import Holder, Owner
-from distaccum.train.run import RunResult, train
+from distaccum.train.run import RunResult, Start, train
 from distaccum.train.run_dir import RunDir
-from distaccum.train.run_log import RunLog
 
 _log = logging.getLogger(__name__)
 
@@ -89,37 +88,21 @@ class Continuity(Protocol):
         """A view has ended before the run; ``lost``: a part of the state is gone, with ranks."""
 
 
-def run_in_views(
-    anew: Anew,
-    saved: SavedState | None,
-    run_dir: RunDir,
-    member: Member,
-    *,
-    signals: StopSignals | None,
-    log: RunLog,
-    owning: ExitStack,
-    began: float,
-    beginning: str,
-) -> RunResult:
+def run_in_views(anew: Anew, start: Start, member: Member) -> RunResult:
     """Trains with the members that are there, until a view has come to the end of the run.
 
     Args:
         anew: what is trained; nobody else holds it.
-        saved: what rank 0 of the first view begins from.
-        run_dir: as rank 0 of the first view names it.
+        start: of the run. It owns the run directory for as long as this process is rank 0.
         member: this process.
-        signals: preempt the run; None to catch them here.
-        log: of this rank.
-        owning: has the run directory for as long as this process is rank 0.
-        began: when the job began, as ``time.monotonic`` gives it.
-        beginning: for the header of a run without a checkpoint.
     """
+    run_dir, owning = start.run_dir, start.owning
     device, reports_at_end, how = anew.get().device, anew.get().config.metrics.report, _continuity(anew)
     standstill = Standstill(member.membership.expel_after_s)
     view: View | None = None
     rank, logs = member.environment.rank, False
     with (
-        nullcontext(signals) if signals else StopSignals() as caught,
+        nullcontext(start.signals) if start.signals else StopSignals() as caught,
         JoinHook(member.membership) as rider,
         Rank0Resources() as resources,
     ):
@@ -127,11 +110,13 @@ def run_in_views(
 
         def part(world: World, group: PolledGroup, view: View, reports: Mapping[str, Report]) -> RunResult | None:
             """A view's part of the run, whose model nobody holds afterwards."""
-            components, read, begin = how.begin(saved, view, reports, world, run_dir)
+            components, read, begin = how.begin(start.saved, view, reports, world, run_dir)
             components = of_ranks_now(components, view, begin.again)
             in_view = InView(
-                read,
-                beginning,
+                start,
+                run_dir,
+                world,
+                saved=read,
                 begin=begin,
                 rider=rider,
                 resources=resources,
@@ -140,7 +125,7 @@ def run_in_views(
                 note=standstill.note,
                 memory=how.memory,
             )
-            return train(components, in_view, run_dir, world, signals=caught, began=began)
+            return train(components, in_view, caught)
 
         while True:
             view, reports = member.next_view(view, standstill.told_in(how.report(member.name)))
@@ -158,7 +143,7 @@ def run_in_views(
                     run_dir = run_dir.of_main(world)
                     run_dir.ranks_there = world.size
                     if not logs:
-                        log.open(run_dir.logs)
+                        start.log.open(run_dir.logs)
                     logs = True
                     _log.info("generation %d: %d ranks, this is rank %d", view.generation, world.size, rank)
                     ended = part(world, group, view, reports)

@@ -51,7 +51,7 @@ from distaccum.train.components import build_components
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.meter import Meter
 from distaccum.train.owner import Machine
-from distaccum.train.run import run
+from distaccum.train.run import Start, run
 from distaccum.train.run_dir import RunDir, State
 from tests.unit.train.test_owner import ELSEWHERE, _write
 from tests.unit.train.test_skips import Square
@@ -168,8 +168,8 @@ def _fit(
     )
     held_out = list(torch.randn(6, 3)) if program.evaluates else None
     model, member = program.model(), member or Alone()
-    run(
-        lambda: build_components(
+    start = Start(
+        make_components=lambda: build_components(
             config,
             DataSpec(train=samples, eval_dataset=held_out, description="numbers", shuffle=False),
             model,
@@ -180,11 +180,11 @@ def _fit(
             callbacks=told,
             builder=ElasticEngines(),
         ),
-        RunDir(folder),
-        member.environment,
-        began=time.monotonic(),
+        run_dir=RunDir(folder),
         launch=ElasticLaunch(cast(Member, member)),
+        began=time.monotonic(),
     )
+    run(start)
     return member
 
 

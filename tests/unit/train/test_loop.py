@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from distaccum.train.components import TrainingComponents, components_from_confi
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.parts.base import Part
-from distaccum.train.run import build_accumulator, open_parts, run
+from distaccum.train.run import Launch, Start, build_accumulator, open_parts, run
 from distaccum.train.run_dir import RunDir
 
 
@@ -99,6 +99,13 @@ def _fit(
         loop = Loop(run, [*parts, *open_parts(run, None, closing)])
         loop.fit()
     return loop, logger
+
+
+def _run(make_components: Callable[[], TrainingComponents], folder: Path) -> RunDir:
+    """Joins the open group."""
+    run_dir = RunDir(folder)
+    run(Start(make_components=make_components, run_dir=run_dir, launch=Launch(LaunchEnvironment()), began=0.0))
+    return run_dir
 
 
 class Told(Part):
@@ -182,7 +189,7 @@ def test_an_update_is_told_evaluated_recorded_and_saved_and_a_skip_is_recorded_f
     node["metrics"] |= {"loggers": {"written": {"_target_": f"{__name__}.Written"}}}
     Noted.notes.clear()
     made = partial(components_from_config, RunConfig.from_dict(node), world_size=1, device=torch.device("cpu"))
-    run(made, RunDir(tmp_path), LaunchEnvironment(), began=0.0)  # joins the open group
+    _run(made, tmp_path)
     skips = [i for i, note in enumerate(Noted.notes) if note.startswith("skip")]
     assert skips
     for i in skips:
@@ -225,13 +232,7 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
     """Epochs of three windows, the last of them ragged, some of which count nothing: it goes on beyond the next one."""
 
     def updates(folder: Path, resume: str, steps: int) -> list[list[object]]:
-        run_dir = RunDir(folder)
-        run(
-            lambda: _components([0, 3], global_batch_size=5, resume=resume, max_steps=steps),
-            run_dir,
-            LaunchEnvironment(),
-            began=0.0,
-        )
+        run_dir = _run(lambda: _components([0, 3], global_batch_size=5, resume=resume, max_steps=steps), folder)
         exact = ("step", "window", "epoch", "skipped", "loss", "grad_norm", "lr", "samples", "tokens")
         records = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
         return [[record[key] for key in exact] for record in records]
