@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 
 from distaccum import program
 from distaccum.checkpoint import state
@@ -17,7 +18,7 @@ from distaccum.checkpoint.files import listed, retried
 from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.tools.arguments import Arguments
-from distaccum.train.owner import tell
+from distaccum.train import owner
 from distaccum.train.run_dir import RunDir
 
 _EPILOG = """\
@@ -96,12 +97,27 @@ def _best(store: CheckpointStore) -> Iterator[Finding]:
 
 def _owner(path: Path) -> Iterator[Finding]:
     try:
-        text = tell(path)
+        text = _holder(path)
     except ValueError as error:
         yield Finding("owner.json", f"DAMAGED: {error}", whole=False)
         return
     if text:
         yield Finding("owner.json", text)
+
+
+def _holder(folder: Path) -> str:
+    """In words, who holds a run directory and whether that lives, as far as this machine knows; empty for nobody.
+
+    Raises:
+        ValueError: the lock is no record of a holder.
+    """
+    holder = owner.read_holder(folder)
+    if holder is None:
+        return ""
+    if holder.machine == owner.Machine.here():
+        return f"held by {holder.who}, which {'runs' if holder.runs else 'is gone: the next run takes it over'}"
+    age = time() - (folder / owner.NAME).stat().st_mtime
+    return f"held by {holder.who}, on another machine; last sign of life {age:.0f} s ago"
 
 
 def _metrics(file: Path) -> Iterator[Finding]:

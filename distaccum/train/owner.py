@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 from threading import Event, Thread
-from time import sleep, time
+from time import sleep
 from types import TracebackType
 
 from distaccum.checkpoint.files import retried
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 BEAT_S = 15.0
 STALE_S = 300.0
-_NAME = "owner.json"
+NAME = "owner.json"
 _UNNAMED = ("", "none", "distaccum")  # what torchrun's --rdzv-id is where nobody has given one
 
 
@@ -112,6 +112,11 @@ class Holder:
         """For people."""
         return f"process {self.pid} on {self.machine.host}, since {self.since}"
 
+    @property
+    def runs(self) -> bool:
+        """Whether its process runs on this machine, and is not another one of the same number."""
+        return process_start(self.pid) == self.started
+
 
 def launch(environment: Mapping[str, str] = os.environ) -> str:
     """A name that all ranks which were started together have, and no others."""
@@ -139,7 +144,7 @@ def read_holder(folder: Path) -> Holder | None:
     Raises:
         ValueError: the lock is no record of a holder.
     """
-    path = folder / _NAME
+    path = folder / NAME
     try:
         text = retried(path.read_bytes, of=path)
     except FileNotFoundError:
@@ -162,7 +167,7 @@ class Owner:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _NAME
+        self._path = folder / NAME
         self.holder = Holder.here()
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="run-directory-owner", daemon=True)
@@ -249,7 +254,7 @@ class Owner:
         """Why the holder is taken over; None if it may live."""
         mine = self.holder
         if other is not None and other.machine == mine.machine:
-            if not _runs(other):
+            if not other.runs:
                 return "is gone"
             return "is this process itself" if other.pid == mine.pid else None
         again = other is not None and other.job and other.job == mine.job
@@ -297,28 +302,8 @@ def refuse_if_held(folder: Path) -> None:
         other = read_holder(folder)
     except (OSError, ValueError):
         return
-    if other is not None and other.machine == Machine.here() and other.pid != os.getpid() and _runs(other):
-        raise _refusal(folder / _NAME, other.who)
-
-
-def tell(folder: Path) -> str:
-    """In words, who holds a run directory and whether that lives, as far as this machine knows; empty for nobody.
-
-    Raises:
-        ValueError: the lock is no record of a holder.
-    """
-    holder = read_holder(folder)
-    if holder is None:
-        return ""
-    if holder.machine == Machine.here():
-        return f"held by {holder.who}, which {'runs' if _runs(holder) else 'is gone: the next run takes it over'}"
-    age = time() - (folder / _NAME).stat().st_mtime
-    return f"held by {holder.who}, on another machine; last sign of life {age:.0f} s ago"
-
-
-def _runs(holder: Holder) -> bool:
-    """Whether its process runs on this machine, and is not another one of the same number."""
-    return process_start(holder.pid) == holder.started
+    if other is not None and other.machine == Machine.here() and other.pid != os.getpid() and other.runs:
+        raise _refusal(folder / NAME, other.who)
 
 
 def _refusal(path: Path, who: str) -> ConfigError:

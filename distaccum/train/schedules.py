@@ -29,7 +29,24 @@ class Constant:
         return self._warmup(step)
 
 
-class Cosine:
+class _Falling:
+    """A linear warm-up, the peak rate until the update ``begin``, then ``steps`` updates of a fall to ``final_ratio``.
+
+    Its form gives what is left of the peak, from the share of the fall that is over.
+    """
+
+    def __init__(self, form: str, warmup: _Warmup, *, begin: int, steps: int, final_ratio: float) -> None:
+        self._warmup, self._form = warmup, _FORMS[form]
+        self._final_ratio = _ratio("final_ratio", final_ratio)
+        self._begin, self._steps = begin, max(1, steps)
+
+    def __call__(self, step: int) -> float:
+        """Rises to 1, stays, falls to ``final_ratio``."""
+        share = min(max(0.0, (step - self._begin) / self._steps), 1.0)
+        return self._warmup(step) * (self._final_ratio + (1 - self._final_ratio) * self._form(share))
+
+
+class Cosine(_Falling):
     """A linear warm-up, then half a cosine down to ``final_ratio`` at ``total_steps``, and constant after it.
 
     Source: I. Loshchilov and F. Hutter, "SGDR" (2017), without restarts.
@@ -49,17 +66,12 @@ class Cosine:
         warmup_ratio: float = 0.0,
         final_ratio: float = 0.1,
     ) -> None:
-        self._warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
-        self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._begin, self._steps = self._warmup.steps, max(1, total_steps - self._warmup.steps)
-
-    def __call__(self, step: int) -> float:
-        """Rises to 1, falls to ``final_ratio``."""
-        left = (1 + math.cos(math.pi * _share(step - self._begin, self._steps))) / 2
-        return self._warmup(step) * _fallen(left, self._final_ratio)
+        warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
+        steps = total_steps - warmup.steps
+        super().__init__("cosine", warmup, begin=warmup.steps, steps=steps, final_ratio=final_ratio)
 
 
-class Linear:
+class Linear(_Falling):
     """A linear warm-up, then a straight line down to ``final_ratio`` at ``total_steps``, and constant after it.
 
     Source: without ``final_ratio`` that of A. Defazio et al., "Optimal linear decay learning rate schedules and further
@@ -80,16 +92,12 @@ class Linear:
         warmup_ratio: float = 0.0,
         final_ratio: float = 0.0,
     ) -> None:
-        self._warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
-        self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._begin, self._steps = self._warmup.steps, max(1, total_steps - self._warmup.steps)
-
-    def __call__(self, step: int) -> float:
-        """Rises to 1, falls to ``final_ratio``."""
-        return self._warmup(step) * _fallen(1 - _share(step - self._begin, self._steps), self._final_ratio)
+        warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
+        steps = total_steps - warmup.steps
+        super().__init__("linear", warmup, begin=warmup.steps, steps=steps, final_ratio=final_ratio)
 
 
-class WSD:
+class WSD(_Falling):
     """Warm-up, stable, decay: a linear warm-up, the peak rate, and a fall in the last updates before ``total_steps``.
 
     The stable part knows no end. To train on from a checkpoint of it, raise ``trainer.max_steps``: every step before
@@ -118,14 +126,9 @@ class WSD:
         final_ratio: float = 0.0,
     ) -> None:
         require_choice("schedule.decay", decay, tuple(_FORMS))
-        self._warmup, self._form = _Warmup(warmup_steps, warmup_ratio, total_steps), _FORMS[decay]
-        self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._steps = max(1, round(_ratio("decay_ratio", decay_ratio) * total_steps))
-        self._begin = total_steps - self._steps
-
-    def __call__(self, step: int) -> float:
-        """Rises to 1, stays, falls to ``final_ratio``."""
-        return self._warmup(step) * _fallen(self._form(_share(step - self._begin, self._steps)), self._final_ratio)
+        warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
+        steps = max(1, round(_ratio("decay_ratio", decay_ratio) * total_steps))
+        super().__init__(decay, warmup, begin=total_steps - steps, steps=steps, final_ratio=final_ratio)
 
 
 # From the share of a decay that is over to what is left of the peak.
@@ -134,14 +137,6 @@ _FORMS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda share: 1 - math.sqrt(share),
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
 }
-
-
-def _share(step: int, steps: int) -> float:
-    return min(max(0.0, step / steps), 1.0)
-
-
-def _fallen(left: float, final_ratio: float) -> float:
-    return final_ratio + (1 - final_ratio) * left
 
 
 def _ratio(name: str, value: float) -> float:

@@ -15,7 +15,7 @@ from distaccum.config.trainer import CheckpointConfig
 from distaccum.errors import ConfigError
 from distaccum.train.metrics.background import InThread, KeptCheckpoints, Tolerant
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
-from distaccum.train.metrics.wandb import resolved
+from distaccum.train.metrics.wandb import WandbLogger, remedy_of, require_key, resolved
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,6 @@ def check_loggers(metrics: MetricsConfig) -> None:
         ConfigError: a package is missing, a key of W&B, or a ``_target_``.
     """
     if (mode := resolved(metrics.wandb).mode) == "online":
-        from distaccum.train.metrics.wandb import require_key  # noqa: PLC0415
-
         require_key(mode)
     for name, wanted in (("tensorboard", metrics.tensorboard.enabled), ("mlflow", metrics.mlflow.enabled)):
         if wanted and find_spec(name) is None:
@@ -98,8 +96,6 @@ def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
 
 
 def _wandb(settings: WandbConfig, run: RunInfo, best: tuple[str | None, str]) -> Logger:
-    from distaccum.train.metrics.wandb import WandbLogger, remedy_of  # noqa: PLC0415
-
     timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _WANDB_TIMEOUT_S
     timeout = timeout if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S
     kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
