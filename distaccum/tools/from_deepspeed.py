@@ -1,18 +1,18 @@
-"""distaccum's configuration, read out of a DeepSpeed JSON."""
+"""distaccum's configuration, read out of a DeepSpeed JSON, and the schedule that DeepSpeed's are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from distaccum.config.checks import require, require_count, require_positive
+from distaccum.config.checks import require, require_choice, require_count, require_positive
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.deepspeed.config.generate import check, generate, get, held, read, shown
 from distaccum.errors import ConfigError
-from distaccum.train.schedules import DeepSpeedWarmup
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STATE = "State it here"
@@ -35,6 +35,53 @@ _OF_TORCH = (
     "SparseAdam",
 )
 _DECAYS = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+
+
+class DeepSpeedWarmup:
+    """DeepSpeed's ``WarmupLR``, ``WarmupDecayLR`` and ``WarmupCosineLR``, as a factor of the peak rate.
+
+    Args:
+        total_steps: updates until the end of the decay.
+        warmup_steps: updates of the rise, from 1 on; DeepSpeed takes 1 for 2.
+        curve: of the rise: ``log`` or ``linear``.
+        decay: ``none``, ``linear`` down to ``first_ratio``, or ``cosine`` down to ``final_ratio``.
+        first_ratio: the factor that the rise starts from.
+        final_ratio: the factor at the end of a cosine.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        warmup_steps: int = 1000,
+        curve: str = "log",
+        decay: str = "none",
+        first_ratio: float = 0.0,
+        final_ratio: float = 0.0,
+    ) -> None:
+        require_choice("schedule.curve", curve, ("log", "linear"))
+        require_choice("schedule.decay", decay, ("none", "linear", "cosine"))
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            problem = "not a positive whole number"
+            raise ConfigError("schedule.warmup_steps", warmup_steps, problem, "Use 1 or more updates")
+        self._total, self._rise = total_steps, max(2, warmup_steps)
+        self._curve, self._decay = curve, decay
+        self._first, self._final = first_ratio, final_ratio
+
+    def __call__(self, step: int) -> float:
+        """Starts one update late, as DeepSpeed's do: the first two updates have the rate that the rise starts from."""
+        done = step - 1
+        if done < 0:
+            return 0.0 if self._decay == "cosine" else self._first
+        length = max(1, self._total - self._rise)
+        if done < self._rise:
+            share = math.log(done + 1) / math.log(self._rise) if self._curve == "log" else done / self._rise
+        elif self._decay == "cosine":
+            progress = min(1.0, (done - self._rise + 1) / length)
+            return self._final + (1 - self._final) * (1 + math.cos(math.pi * progress)) / 2
+        else:
+            share = 1.0 if self._decay == "none" else max(0.0, (self._total - done) / length)
+        return self._first + (1 - self._first) * share
 
 
 def from_deepspeed_json(source: str | PathLike[str] | Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
@@ -223,7 +270,7 @@ def _schedule(section: Any, lr: float | None) -> tuple[float | None, dict[str, A
     if kind not in _DECAYS:
         raise ConfigError("scheduler.type", kind, "no counterpart", _SCHEDULE)
     key, decay = "scheduler.params", _DECAYS[kind]
-    node: dict[str, Any] = {"_target_": "distaccum.train.schedules.DeepSpeedWarmup", "decay": decay}
+    node: dict[str, Any] = {"_target_": "distaccum.tools.from_deepspeed.DeepSpeedWarmup", "decay": decay}
     node["warmup_steps"] = params.pop("warmup_num_steps", 1000)
     node["curve"] = params.pop("warmup_type", "log")
     total = None if decay == "none" else params.pop("total_num_steps", None)
