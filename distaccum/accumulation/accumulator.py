@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from distaccum.accumulation.batch_norm import expect_repeats, warn_of_batch_statistics
 from distaccum.accumulation.foreign_parameters import ForeignParameters
 from distaccum.accumulation.loader_factory import GlobalBatch, LoaderFactory
-from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement, Stragglers
+from distaccum.accumulation.lockstep import Lockstep, SettingsAgreement
 from distaccum.accumulation.open_window import NoWindow, OpenWindow, Phase, refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.restart import Restarting, check_marks, fitting
@@ -198,6 +198,8 @@ class Accumulator:
 
     def _attach_hooks(self, own: AccumulatorSettings) -> None:
         """Before a step the tracker comes first: what it raises is of the window before, and no other rank waits."""
+        from distaccum.program import STRAGGLERS, load  # noqa: PLC0415  what is loaded by its name
+
         engine, world = self.engine, self.world
         self._verifier = Verifier(
             engine,
@@ -209,7 +211,7 @@ class Accumulator:
         )
         self.replicas = Replicas(engine, stops=own.on_divergence == "stop")
         self._lockstep = Lockstep(world, self._counter, self.replicas)
-        self.stragglers = Stragglers(world, forward_communicates=engine.facts.forward_communicates)
+        self.stragglers = load(STRAGGLERS)(world, forward_communicates=engine.facts.forward_communicates)
         among_ranks = [
             self._lockstep,
             SettingsAgreement(engine, self.tracker.next_factors),

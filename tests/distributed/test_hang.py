@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.accumulation.lockstep import WINDOWS
 from distaccum.distributed.watchdog import DIED, trouble_of
+from distaccum.tools.stragglers import WINDOWS
 from tests.support import commands
 from tests.support.commands import ROOT, environment, family, metrics, status
 

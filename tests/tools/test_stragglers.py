@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from distaccum.accumulation.lockstep import WINDOWS, Stragglers
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.hooks import Hooks, WindowHook
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
+from distaccum.tools.stragglers import WINDOWS, Stragglers
 
 
 def _ranks(size: int) -> tuple[list[World], list[Stragglers]]:
