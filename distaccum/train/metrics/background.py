@@ -20,6 +20,8 @@ from distaccum.train.metrics.loggers import Logger, Record, RunInfo
 if TYPE_CHECKING:
     import torch
 
+UPLOAD_TIMEOUT_S = 600.0
+"""How long a tracker may take for one checkpoint."""
 
 # Checkpoints held for a tracker that is to upload them, beyond their removal from ``checkpoints/``.
 

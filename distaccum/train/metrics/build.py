@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING
 
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
-from distaccum.config.metrics import MetricsConfig, MLflowConfig, WandbConfig
+from distaccum.config.metrics import MetricsConfig, WandbConfig
 from distaccum.config.trainer import CheckpointConfig
 from distaccum.errors import ConfigError
-from distaccum.train.metrics.background import InThread, KeptCheckpoints, Tolerant
+from distaccum.program import MLFLOW, TENSORBOARD, load
+from distaccum.train.metrics.background import UPLOAD_TIMEOUT_S, InThread, KeptCheckpoints, Tolerant
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
 from distaccum.train.metrics.wandb import WandbLogger, remedy_of, require_key, resolved
 
 if TYPE_CHECKING:
     import torch
 
-_MLFLOW_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
-_SERVER_TIMEOUT_S = 10.0  # of one that has not answered yet
 _WANDB_TIMEOUT_S = 8.0
 _OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
-_UPLOAD_TIMEOUT_S = 600.0  # of one checkpoint
 
 
 def check_loggers(metrics: MetricsConfig) -> None:
@@ -68,11 +66,9 @@ def build_loggers(
     if wandb.mode != "disabled":
         others.append(_wandb(wandb, run, (checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min")))
     if metrics.tensorboard.enabled:
-        from distaccum.train.metrics.tensorboard import TensorBoardLogger  # noqa: PLC0415
-
-        others.append(Tolerant("tensorboard", TensorBoardLogger))
+        others.append(Tolerant("tensorboard", load(TENSORBOARD)))
     if metrics.mlflow.enabled:
-        others.append(_mlflow(metrics.mlflow, run))
+        others.append(load(MLFLOW)(metrics.mlflow, run.folder))
     for name, node in metrics.loggers.items():
         others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node), draws_on=device))
     others += [Tolerant(type(logger).__name__, partial(_itself, logger), draws_on=device) for logger in given]
@@ -81,23 +77,9 @@ def build_loggers(
     return [*loggers, *others]
 
 
-def _mlflow(settings: MLflowConfig, run: RunInfo) -> Logger:
-    from distaccum.train.metrics.mlflow import MLflowLogger, is_server  # noqa: PLC0415
-
-    return InThread(
-        "logger mlflow",
-        Tolerant("mlflow", MLflowLogger),
-        opening_s=_SERVER_TIMEOUT_S if is_server() else _MLFLOW_TIMEOUT_S,
-        timeout_s=_MLFLOW_TIMEOUT_S if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S,
-        remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
-        kept=KeptCheckpoints(run.folder / "mlflow-checkpoints"),
-        log_checkpoints=settings.log_checkpoints,
-    )
-
-
 def _wandb(settings: WandbConfig, run: RunInfo, best: tuple[str | None, str]) -> Logger:
     timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _WANDB_TIMEOUT_S
-    timeout = timeout if settings.log_checkpoints == "none" else _UPLOAD_TIMEOUT_S
+    timeout = timeout if settings.log_checkpoints == "none" else UPLOAD_TIMEOUT_S
     kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
     return InThread(
         "Weights & Biases",

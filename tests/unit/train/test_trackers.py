@@ -29,12 +29,12 @@ from distaccum.config.metrics import MetricsConfig, WandbConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.tools.mlflow import MLflowLogger, ToldOnce, flat
+from distaccum.tools.tensorboard import TensorBoardLogger
 from distaccum.tools.wandb_upload import main as upload
 from distaccum.train.metrics.background import InThread, KeptCheckpoints
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.loggers import rewind_jsonl
-from distaccum.train.metrics.mlflow import MLflowLogger, ToldOnce, flat
-from distaccum.train.metrics.tensorboard import TensorBoardLogger
 from distaccum.train.metrics.wandb import best_of, resolved, run_id
 from tests.support.commands import ROOT
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from threading import current_thread
 from typing import TYPE_CHECKING, Any
 
-from distaccum.train.metrics.background import files_of
+from distaccum.config.metrics import MLflowConfig
+from distaccum.train.metrics.background import UPLOAD_TIMEOUT_S, InThread, KeptCheckpoints, Tolerant, files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
@@ -21,11 +22,32 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_TIMEOUT_S = 60.0  # a first run makes a database, which takes a while
+_SERVER_TIMEOUT_S = 10.0  # of one that has not answered yet
 _ID = "distaccum.run_id"
 _KEY, _VALUE = 250, 5000  # characters that MLflow takes of a name and a value
 _PARAMS = 100  # of one request
 _RETRIES = logging.getLogger("urllib3.connectionpool")
 _NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")
+
+
+def logger(settings: MLflowConfig, folder: Path) -> Logger:
+    """What sends a run's records to MLflow, in a thread of its own.
+
+    Args:
+        settings: which checkpoints it is given.
+        folder: of the run.
+    """
+    is_server = os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://"))
+    return InThread(
+        "logger mlflow",
+        Tolerant("mlflow", MLflowLogger),
+        opening_s=_SERVER_TIMEOUT_S if is_server else _TIMEOUT_S,
+        timeout_s=_TIMEOUT_S if settings.log_checkpoints == "none" else UPLOAD_TIMEOUT_S,
+        remedy="metrics.jsonl has every record, and resume=auto sends what MLflow lacks",
+        kept=KeptCheckpoints(folder / "mlflow-checkpoints"),
+        log_checkpoints=settings.log_checkpoints,
+    )
 
 
 class MLflowLogger(Logger):
@@ -157,11 +179,6 @@ class ToldOnce(logging.Filter):
             self._told = True
             _log.warning("logger mlflow: its server does not answer, and is asked again while the run goes on")
         return False
-
-
-def is_server() -> bool:
-    """Whether the store is behind HTTP."""
-    return os.environ.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://"))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
