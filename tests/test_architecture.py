@@ -184,6 +184,7 @@ SHARED = {
     "optimizer_step",
     "ownership",
     "partial_sums",
+    "rules",
     "state",
 }
 

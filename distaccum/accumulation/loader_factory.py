@@ -147,11 +147,11 @@ class LoaderFactory:
             sizes: dict[str, Any] = {**self._sizes, "micro_batch_size": 1}
             plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
             assert not plan.is_stream
-            from distaccum.accumulation.rehearsal import rehearse  # noqa: PLC0415  with micro_batch_size=auto alone
+            from distaccum.program import REHEARSAL, load  # noqa: PLC0415  with micro_batch_size=auto alone
 
             longest = partial(longest_micro_batch, spec)
-            self.rehearsal = rehearse(self._engine, self._loss, longest, most=largest_share(plan))
-            self._sizes["micro_batch_size"] = self.rehearsal.micro_size
+            found: Rehearsal = load(REHEARSAL)(self._engine, self._loss, longest, most=largest_share(plan))
+            self.rehearsal, self._sizes["micro_batch_size"] = found, found.micro_size
         return self._as_loader(spec)
 
     def _as_loader(self, data: Any) -> WindowLoader:

@@ -15,7 +15,6 @@ import torch
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.batch_norm import batch_statistics
-from distaccum.accumulation.rehearsal import rehearse
 from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.checkpoint.files import ABSENT, write_json
 from distaccum.data.cutting import Shape
@@ -27,6 +26,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.errors import ResourceError, shorten
+from distaccum.program import REHEARSAL, load
 from distaccum.train.checks import most_ahead
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import RUN_NOTE, reason_of
@@ -64,7 +64,7 @@ def find_micro_batch(
         found[REASON], _, _ = found[REASON].partition(_SO)
     else:
         most, rehearsed = largest_share(plan), of_micro_batch(components.loss)
-        found = rehearse(
+        found = load(REHEARSAL)(
             accumulator.engine,
             rehearsed,
             partial(longest_micro_batch, components.data),

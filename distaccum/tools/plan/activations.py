@@ -26,11 +26,11 @@ from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_map_only
 
 from distaccum.data.batches import map_tensors, moved_object
-from distaccum.distributed.memory import LiveMemory
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.tools.memory import LiveMemory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DataSpec
-from distaccum.distributed.memory import LiveMemory
+from distaccum.tools.memory import LiveMemory
 
 ROWS, WIDTH, MICRO, WINDOWS, RATE = 256, 512, 128, 2, 1.0
 _COPIES = 64  # 128 KiB each of a sample, and no more weights

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, ConfigError
-from distaccum.accumulation import rehearsal
-from distaccum.accumulation.rehearsal import Rehearsal, Trial, rehearse
+from distaccum.accumulation.rehearsal import Rehearsal, Trial
 from distaccum.distributed.world import World
 from distaccum.errors import ResourceError
 from distaccum.testing import single_process_world
+from distaccum.tools import rehearsal
+from distaccum.tools.rehearsal import rehearse
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
 
