@@ -1,3 +1,5 @@
+"""Which modules compute in which format: what is kept or chosen by name, copied, compiled, interrupted."""
+
 from __future__ import annotations
 
 import pickle
@@ -62,6 +64,16 @@ def _placed(module: nn.Module, policy: PrecisionPolicy) -> nn.Module:
     return module
 
 
+def _assert_same_gradients(net: nn.Module, reference: nn.Module) -> None:
+    """Bit by bit, in fp32, of each parameter."""
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype is torch.float32
+        assert torch.equal(ours.grad, theirs.grad)
+        assert ours.grad.abs().sum() > 0
+
+
 def _inputs() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -100,9 +112,8 @@ def no_leak() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "dtype"), SIXTEEN_BIT)
 def test_a_kept_module_gives_bitwise_what_it_gives_alone(name: str, dtype: torch.dtype) -> None:
-    net, reference, x = Net(), Net(), _inputs()
-    policy = _policy(name, keep_fp32=["head"])
-    apply_precision(net, policy, CPU)
+    policy, reference, x = _policy(name, keep_fp32=["head"]), Net(), _inputs()
+    net = _placed(Net(), policy)
     with policy.autocast(CPU):
         given = net(x)
     with torch.autocast("cpu", dtype=dtype):
@@ -114,18 +125,13 @@ def test_a_kept_module_gives_bitwise_what_it_gives_alone(name: str, dtype: torch
     assert net.given == {"blocks.0": dtype, "blocks.1": dtype, "head": torch.float32}
     given.square().sum().backward()
     expected.square().sum().backward()
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert ours.grad.dtype is torch.float32
-        assert torch.equal(ours.grad, theirs.grad)
+    _assert_same_gradients(net, reference)
 
 
 @pytest.mark.parametrize(("name", "dtype"), SIXTEEN_BIT)
 def test_only_the_chosen_modules_are_autocast(name: str, dtype: torch.dtype) -> None:
-    net, reference, x = Net(), Net(), _inputs()
-    policy = _policy(name, only=["blocks.1"])
-    apply_precision(net, policy, CPU)
+    policy, reference, x = _policy(name, only=["blocks.1"]), Net(), _inputs()
+    net = _placed(Net(), policy)
     inside: list[torch.dtype] = []
     net.blocks[1].layer.register_forward_hook(lambda *call: inside.append(call[2].dtype))
     with policy.autocast(CPU):
@@ -139,18 +145,12 @@ def test_only_the_chosen_modules_are_autocast(name: str, dtype: torch.dtype) -> 
     assert torch.equal(given, expected)
     given.square().sum().backward()
     expected.square().sum().backward()
-    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(ours.grad, theirs.grad)
-        assert ours.grad.abs().sum() > 0
+    _assert_same_gradients(net, reference)
 
 
 def test_a_module_is_kept_inside_of_the_chosen_ones() -> None:
-    net, policy = Net(), _policy(only=["blocks.*"], keep_fp32=["blocks.1", "blocks.0.layer"])
-    apply_precision(net, policy, CPU)
-    types: dict[str, torch.dtype] = {}
-
+    policy = _policy(only=["blocks.*"], keep_fp32=["blocks.1", "blocks.0.layer"])
+    net, types = _placed(Net(), policy), dict[str, torch.dtype]()
     for number, block in enumerate(net.blocks):
         for part in ("norm", "layer"):
             module = getattr(block, part)
@@ -173,8 +173,7 @@ def _noting(types: dict[str, torch.dtype], name: str, forward: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["fp32", "tf32"])
 def test_fp32_places_nothing_and_takes_away_what_was_placed(name: str) -> None:
-    net = Net()
-    apply_precision(net, _policy(keep_fp32=["head"], only=["blocks.0"]), CPU)
+    net = _placed(Net(), _policy(keep_fp32=["head"], only=["blocks.0"]))
     assert sorted(set(_hooks(net))) == ["blocks.0", "head"]
     assert _awaited(net) == 1
     apply_precision(net, _policy(name, keep_fp32=["head"], only=["blocks.0"]), CPU)
@@ -183,45 +182,32 @@ def test_fp32_places_nothing_and_takes_away_what_was_placed(name: str) -> None:
 
 
 def test_the_last_placement_counts() -> None:
-    net = Net()
-    apply_precision(net, _policy(keep_fp32=["blocks.*"]), CPU)
-    apply_precision(net, _policy("fp16", only=["head"]), CPU)
-    policy = _policy("fp16", only=["head"])
-    apply_precision(net, policy, CPU)
+    net, policy = _placed(Net(), _policy(keep_fp32=["blocks.*"])), _policy("fp16", only=["head"])
+    for _ in range(2):
+        apply_precision(net, policy, CPU)
     assert _hooks(net) == ["head", "head"]  # one before its forward and one after it
-    inside: list[torch.dtype] = []
-    net.head.forward = _noting_type(inside, net.head.forward)  # type: ignore[method-assign]
+    inside: dict[str, torch.dtype] = {}
+    net.head.forward = _noting(inside, "head", net.head.forward)  # type: ignore[method-assign]
     with policy.autocast(CPU):
         net(_inputs())
-    assert inside == [torch.float16]
-
-
-def _noting_type(inside: list[torch.dtype], forward: Any) -> Any:
-    def noted(x: Tensor) -> Tensor:
-        given: Tensor = forward(x)
-        inside.append(given.dtype)
-        return given
-
-    return noted
+    assert inside == {"head": torch.float16}
 
 
 def test_only_the_topmost_of_what_matches_has_hooks() -> None:
     net = Net()
-    apply_precision(net, _policy(keep_fp32=["blocks.*", "head"]), CPU)
-    assert sorted(set(_hooks(net))) == ["blocks.0", "blocks.1", "head"]
-    apply_precision(net, _policy(keep_fp32=["*"]), CPU)
-    assert set(_hooks(net)) == {""}
-    apply_precision(net, _policy(keep_fp32=["blocks.0"], only=["blocks.0.layer", "blocks.1.layer"]), CPU)
-    assert sorted(set(_hooks(net))) == ["blocks.0", "blocks.1.layer"]
+    for settings, names in (
+        ({"keep_fp32": ["blocks.*", "head"]}, ["blocks.0", "blocks.1", "head"]),
+        ({"keep_fp32": ["*"]}, [""]),
+        ({"keep_fp32": ["blocks.0"], "only": ["blocks.0.layer", "blocks.1.layer"]}, ["blocks.0", "blocks.1.layer"]),
+    ):
+        assert sorted(set(_hooks(_placed(net, _policy(**settings))))) == names
 
 
 def test_hooks_of_the_users_own_stay() -> None:
     net, calls = Net(), []
     net.head.register_forward_hook(lambda *_: calls.append("mine"))
-    policy = _policy(keep_fp32=["head"])
-    apply_precision(net, policy, CPU)
-    apply_precision(net, _policy("fp32"), CPU)
-    net(_inputs())
+    apply_precision(net, _policy(keep_fp32=["head"]), CPU)
+    _placed(net, _policy("fp32"))(_inputs())
     assert calls == ["mine"]
 
 
@@ -345,10 +331,8 @@ def test_a_hook_that_raises_leaves_autocast_as_it_was(where: str) -> None:
 
     policy = _policy(only=["0"])
     model = nn.Sequential(nn.Linear(8, 8))
-    if where == "before":
-        model[0].register_forward_pre_hook(fail)
-    else:
-        model[0].register_forward_hook(fail)
+    hook = "register_forward_pre_hook" if where == "before" else "register_forward_hook"
+    getattr(model[0], hook)(fail)
     apply_precision(model, policy, CPU)
     before = _state()
     with pytest.raises(ValueError, match="hook"):
@@ -487,12 +471,7 @@ def test_a_glob_that_matches_nothing_is_a_mistake(
         check_globs(net, _policy(**settings))
     assert (caught.value.key, caught.value.value) == (key, glob)
     assert all(word in str(caught.value) for word in ("matches no module of Net", *words)), caught.value
-    assert not _hooks(net)
-
-
-def test_globs_that_match_are_none() -> None:
-    net = Net()
-    check_globs(net, _policy(keep_fp32=["blocks.*.norm", "head"], only=["blocks.[01]", "*"]))
+    check_globs(net, _policy(keep_fp32=["blocks.*.norm", "head"], only=["blocks.[01]", "*"]))  # which match
     assert not _hooks(net)
 
 
@@ -582,10 +561,9 @@ def test_a_container_that_is_never_called_stands_for_what_it_holds(
 
 
 def test_a_container_with_a_forward_of_its_own_is_a_module_like_others() -> None:
-    net, policy = Net(), _policy(keep_fp32=["blocks"])
+    net = Net()
     net.blocks.forward = lambda x: net.blocks[1](net.blocks[0](x))
-    apply_precision(net, policy, CPU)
-    assert set(_hooks(net)) == {"blocks"}
+    assert set(_hooks(_placed(net, _policy(keep_fp32=["blocks"])))) == {"blocks"}
 
 
 def test_parameters_in_a_list_are_not_what_a_glob_can_name() -> None:
@@ -621,8 +599,8 @@ def test_a_module_whose_weights_are_read_without_calling_it_is_warned_of_once() 
 
 
 def test_where_all_are_called_or_it_is_for_others_to_tell_nothing_is_said() -> None:
-    net, policy = Net(), _policy(keep_fp32=["head"], only=["blocks"])
-    apply_precision(net, policy, CPU)
+    policy = _policy(keep_fp32=["head"], only=["blocks"])
+    net = _placed(Net(), policy)
     assert _awaited(net)
     assert _uncalled(net, policy, _inputs()) == []
     assert not _awaited(net)
@@ -645,8 +623,8 @@ class Skipping(nn.Module):
 
 
 def test_a_forward_that_raises_is_not_the_first_and_several_are_named_in_one_line() -> None:
-    net, policy = Skipping(), _policy(only=["parts"])
-    apply_precision(net, policy, CPU)
+    policy = _policy(only=["parts"])
+    net = _placed(Skipping(), policy)
     with pytest.raises(ValueError, match="nothing used"):
         _uncalled(net, policy, _inputs(), 0)
     [message] = _uncalled(net, policy, _inputs(), 1)
@@ -700,8 +678,8 @@ def test_what_is_compiled_beside_or_inside_of_a_placed_module_is_none_of_its_bus
         net(_inputs())  # compiled under autocast, and run before it is placed
     policy = _policy(keep_fp32=["blocks.0", "head"])
     check_compiled(net, policy)
-    apply_precision(net, policy, CPU)
-    apply_precision(reference, policy, CPU)
+    for model in (net, reference):
+        apply_precision(model, policy, CPU)
     with policy.autocast(CPU):
         assert torch.equal(net(_inputs()), reference(_inputs()))
     assert net.given == reference.given
@@ -759,10 +737,7 @@ def test_a_model_that_is_compiled_afterwards_computes_as_it_is_told(
         for model, output in ((net, given), (reference, expected)):
             model.zero_grad()
             output.float().square().sum().backward()
-        for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad, theirs.grad)
+        _assert_same_gradients(net, reference)
         with torch.no_grad():
             for parameter in (*net.parameters(), *reference.parameters()):
                 parameter.mul_(-1.5)

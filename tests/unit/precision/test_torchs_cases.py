@@ -1,8 +1,8 @@
-"""The 29 cases that torch's own tests hold ``GradScaler`` to on a CPU, run with ``LossScaler`` in its place.
+"""``LossScaler`` in torch's place: 29 cases of torch's own tests for ``GradScaler`` on a CPU, and its callers' calls.
 
-They bear the names of ``TestTorchDeviceTypeCPU`` (torch's ``test_torch.py``), less ``test_`` and ``_cpu``, in words of
-our own: the same calls and assertions. Each runs with torch's scaler too. 21 hold as they are; the others assert the
-scale after a few windows as well, and that differs on purpose: ours grows one update later, as DeepSpeed's does.
+The cases bear the names of ``TestTorchDeviceTypeCPU`` (torch's ``test_torch.py``), less ``test_`` and ``_cpu``, in
+words of our own: the same calls and assertions. Each runs with torch's scaler too. 21 hold as they are; the others
+assert the scale after a few windows as well, and that differs on purpose: ours grows one update later, as DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from distaccum.errors import ConfigError
 from distaccum.precision.scaler import LossScaler
 
 INF, NAN = float("inf"), float("nan")
@@ -235,6 +236,9 @@ def state_dict(Scaler: Any) -> None:  # noqa: N803
             assert isinstance(loaded._scale, torch.FloatTensor)
         loaded.load_state_dict(saved.state_dict())
         assert _settings(loaded) == (3.0, 4.0, 0.5, 2, 0)
+        assert loaded._get_growth_tracker() == 0
+        with pytest.raises(RuntimeError, match="empty"):
+            loaded.load_state_dict({})
 
 
 def _storm(bad: int, dtype: torch.dtype) -> list[Tensor]:
@@ -342,6 +346,7 @@ def scale_will_not_overflow(Scaler: Any) -> None:  # noqa: N803
 
 def pass_itself(Scaler: Any) -> None:  # noqa: N803
     """Optimizers that unscale themselves: by the scaler, which is deprecated, or by two attributes."""
+    seen: list[Any] = []
 
     class Fused(Optimizer):
         def __init__(self, parameters: Any) -> None:
@@ -350,23 +355,31 @@ def pass_itself(Scaler: Any) -> None:  # noqa: N803
 
     class ByScaler(Fused):
         def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
-            assert isinstance(grad_scaler, GradScaler)
             assert not hasattr(self, "grad_scale")
             assert not hasattr(self, "found_inf")
+            seen.append(grad_scaler)
 
     class ByAttributes(Fused):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            assert isinstance(self.grad_scale, Tensor)  # type: ignore[attr-defined]
-            assert isinstance(self.found_inf, Tensor)  # type: ignore[attr-defined]
+            seen.append((self.grad_scale, self.found_inf))  # type: ignore[attr-defined]
 
-    model, scaler = nn.Linear(4, 1), Scaler("cpu", init_scale=2.0)
+    parameter, scaler = nn.Parameter(torch.ones(2)), Scaler("cpu", init_scale=2.0)
+    second = ByAttributes([parameter])
     with torch.autocast("cpu", torch.float16):
-        loss = model(torch.randn(4, 4)).mean()
+        loss = (3 * parameter).sum()
     scaler.scale(loss).backward()
     with pytest.warns(FutureWarning, match="stop passing itself"):
-        scaler.step(ByScaler(model.parameters()))
-    scaler.step(ByAttributes(model.parameters()))
+        scaler.step(ByScaler([parameter]))
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [6.0, 6.0]  # its own to unscale
+    scaler.step(second)
     scaler.update()
+    assert seen[0] is scaler
+    assert isinstance(scaler, GradScaler)
+    scale, found = seen[1]
+    assert (parameter.grad / scale).tolist() == [3.0, 3.0]
+    assert found.item() == 0.0
+    assert not hasattr(second, "grad_scale")
 
 
 def deprecated_warning(Scaler: Any) -> None:  # noqa: N803
@@ -435,3 +448,163 @@ def test_torchs_own_case_holds(name: str, Scaler: Any) -> None:  # noqa: N803
 def test_21_of_29_hold_as_they_are_and_the_others_but_for_when_the_scale_grows() -> None:
     assert (len(CASES), len(CASES.keys() - DIFFERS_ON_PURPOSE)) == (29, 21)
     assert DIFFERS_ON_PURPOSE.keys() <= CASES.keys()
+
+
+# How a scaler is called by those who have torch's, accelerate, Lightning and transformers among them.
+both = pytest.mark.parametrize("Scaler", [LossScaler, GradScaler])
+
+
+@both
+def test_scale(Scaler: Any) -> None:  # noqa: N803
+    scaler = Scaler("cpu", init_scale=2.0)
+    four = torch.full((1,), 4.0)
+    first, second, third = scaler.scale((four, (four, four), [four, (four, four)]))
+    found = [first, *second, third[0], *third[1]]
+    assert [one.item() for one in found] == [8.0] * 6
+    assert scaler._scale.device == four.device
+    assert (type(second), type(third)) == (tuple, list)
+    for wrong in (1.0, None):
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale(wrong)
+
+
+@both
+@pytest.mark.parametrize("between", ["unscale and step", "step and update"])
+def test_params_invalidated(between: str, Scaler: Any) -> None:  # noqa: N803
+    """Parameters of other shapes and gradients of None in the middle of a window."""
+    (model, optimizer), _ = _pair(lr=0.1)
+    scaler = Scaler("cpu", init_scale=128.0)
+    for batch in _data():
+        optimizer.zero_grad()
+        scaler.scale(Loop().loss(model, batch, scaler)).backward()
+        scaler.unscale_(optimizer)
+        if between == "step and update":
+            scaler.step(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = None
+        if between == "unscale and step":
+            scaler.step(optimizer)
+        scaler.update()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_scale_that_the_caller_set_on_the_optimizer_is_taken_out_too() -> None:
+    """Torch multiplies it with the loss scale; ours set it to None, and stepped on a gradient 4 times too large."""
+    pair, data = _pair(lr=0.1, fused=True), _data()
+    for (model, optimizer), Scaler in zip(pair, (GradScaler, LossScaler), strict=True):  # noqa: N806
+        scaler = Scaler("cpu", init_scale=16.0)
+        for batch in data:
+            optimizer.zero_grad()
+            scaler.scale(4 * Loop().loss(model, batch, scaler)).backward()
+            optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+            scaler.step(optimizer)
+            scaler.update()
+    for a, b in zip(*(model.parameters() for model, _ in pair), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+class Telling(SGD):
+    def step(self, closure: Any = None, *, word: str = "") -> str:  # type: ignore[override]
+        super().step()
+        return word
+
+
+@both
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_steps_arguments_are_the_optimizers_and_what_it_returns_comes_back(enabled: bool, Scaler: Any) -> None:  # noqa: N803
+    """accelerate passes ``closure`` on, which is None."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer, scaler = Telling([parameter], lr=0.1), Scaler("cpu", enabled=enabled)
+    for gradient, expected in ((1.0, "done"), (INF, None if enabled else "done")):
+        parameter.grad = torch.full_like(parameter, gradient)
+        scaler.scale(torch.ones(()))
+        assert scaler.step(optimizer, None, word="done") == expected
+        scaler.update()
+    if enabled:
+        with pytest.raises(RuntimeError, match="losure"):
+            scaler.step(optimizer, closure=lambda: 0.0)
+
+
+@both
+def test_one_that_is_not_enabled_does_nothing(Scaler: Any) -> None:  # noqa: N803
+    scaler, ((model, optimizer), _) = Scaler("cpu", enabled=False), _pair()
+    loss = Loop().loss(model, _data()[0], scaler)
+    assert not scaler.is_enabled()
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update(4.0)
+    scaler.load_state_dict({"scale": 2.0})
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()  # noqa: S301
+    assert not copy.deepcopy(scaler).is_enabled()
+
+
+def test_not_enabled_it_asks_for_no_gpu_and_enabled_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    assert LossScaler("cuda", enabled=False).get_scale() == 1.0
+    with pytest.raises(ConfigError, match="device=cuda: there is no such device here"):
+        LossScaler("cuda")
+
+
+@both
+def test_a_new_scale_and_arguments_by_position(Scaler: Any) -> None:  # noqa: N803
+    scaler = Scaler("cpu", 8.0)
+    assert scaler.get_scale() == 8.0
+    scaler.scale(torch.ones(()))
+    for value in (2.0, torch.tensor(2.0)):
+        scaler.update(4.0)
+        scaler.update(value)
+        assert scaler.get_scale() == 2.0
+    for wrong in (torch.ones(2), torch.ones((), requires_grad=True)):
+        with pytest.raises(AssertionError, match="new_scale should be"):
+            scaler.update(wrong)
+    for factor in ("growth_factor", "backoff_factor"):
+        with pytest.raises(AssertionError, match="factor must be"):
+            Scaler("cpu", **{factor: 1.0})
+    assert LossScaler("cpu", process_group=None).process_group is None  # named as torch's
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_in_accelerates_optimizer_it_trains_and_skips(kind: Any) -> None:
+    """``AcceleratedOptimizer`` asks by a patched step whether the update was applied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("accelerate").Accelerator(cpu=True)
+        from accelerate.optimizer import AcceleratedOptimizer  # noqa: PLC0415
+    pair, data, scaler = _pair(kind, lr=0.1), _data(), LossScaler("cpu", init_scale=128.0)
+    Loop().plain(*pair[0], data, skips=True)
+    model, own = pair[1]
+    optimizer, skipped = AcceleratedOptimizer(own, scaler=scaler), []
+    for i, batch in enumerate(data):
+        optimizer.zero_grad()
+        scaler.scale(Loop().loss(model, batch, scaler)).backward()
+        if i == BAD:
+            _spoil(model)
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, False, True, False]
+    _compared(*pair, atol=1e-7)
+
+
+def test_in_lightnings_precision_plugin_it_trains_and_skips() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        amp = pytest.importorskip("lightning.fabric.plugins.precision.amp")
+    pair, data, scaler = _pair(lr=0.1), _data(), LossScaler("cpu", init_scale=128.0)
+    Loop().plain(*pair[0], data, skips=True)
+    model, optimizer = pair[1]
+    plugin = amp.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    for i, batch in enumerate(data):
+        optimizer.zero_grad()
+        plugin.backward(Loop().loss(model, batch, scaler), model)
+        if i == BAD:
+            _spoil(model)
+        plugin.optimizer_step(optimizer)
+    assert plugin.state_dict() == scaler.state_dict()
+    plugin.load_state_dict(plugin.state_dict())
+    _compared(*pair, atol=1e-7)
