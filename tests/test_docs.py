@@ -147,7 +147,7 @@ ELSEWHERE = {
         "tools/report/test_report.py::test_the_command_writes_beside_the_run"
     ),
     "distaccum verify runs/NAME": "tools/test_verify.py::test_",
-    "distaccum compare runs/before runs/after": "tools/test_compare_command.py::test_the_command_of_the_page",
+    "distaccum compare runs/before runs/after": "tools/test_compare.py::test_the_command_of_the_page",
     "distaccum doctor": "tools/doctor/test_command.py::test_everything_is_looked_at",
     "distaccum doctor --json --only host,disk": "tools/doctor/test_command.py::test_json_and_the_table_of_the_parts",
     "torchrun --standalone --nproc-per-node=2 -m distaccum doctor": (
@@ -155,10 +155,10 @@ ELSEWHERE = {
     ),
     "distaccum export checkpoints/step-N weights.safetensors": "tools/test_export.py::test_",
     "distaccum export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
-        "tools/test_pretrained.py::test_the_configuration_states_the_format_that_is_written"
+        "tools/test_export.py::test_the_configuration_states_the_format_that_is_written"
     ),
     "distaccum wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
-    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_completion.py::test_bash_completes",
+    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_main.py::test_bash_completes",
     "distaccum train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),

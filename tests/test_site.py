@@ -146,7 +146,7 @@ SHOWN_BY = {
         "unit/train/test_trainer.py::test_several_losses_are_logged_and_evaluated_each_over_its_own_count",
     ),
     "a budget of tokens for an update": (
-        "unit/data/test_token_plan.py::test_windows_are_as_full_as_the_budget_allows",
+        "unit/data/test_batch_plan.py::test_windows_are_as_full_as_the_budget_allows",
     ),
     "one reduction of gradients per update": (
         "distributed/test_fsdp2.py::test_one_reduction_a_unit_and_window_or_micro_step",
@@ -156,7 +156,7 @@ SHOWN_BY = {
         "distributed/test_resume.py::test_another_world_size_sees_the_same_windows",
     ),
     "dropout that does not depend on the ranks": (
-        "distributed/test_dropout.py::test_dropout_does_not_depend_on_the_world",
+        "distributed/test_accumulator.py::test_dropout_does_not_depend_on_the_world",
     ),
     "the same bits on any number of ranks": (
         "distributed/test_reproducible.py::test_a_covering_set_is_the_same_on_1_and_3_ranks",

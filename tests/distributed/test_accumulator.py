@@ -1,27 +1,22 @@
-"""An accumulator on several ranks: another global batch in the middle of an epoch, and what is refused there."""
+"""An accumulator on several ranks: another global batch in an epoch, random numbers that belong to micro-batches."""
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.resized import oracle
 
 pytestmark = pytest.mark.slow
-WORKER = Path(__file__).parent / "workers" / "accumulator.py"
 ENGINES = ("ddp", "zero1", "fsdp2")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    result = tmp_path_factory.mktemp("accumulator") / "result.json"
-    succeed(result, *ENGINES, world=2, script=WORKER, timeout=120, PYTHONPATH=str(ROOT))
-    return json.loads(result.read_text())
+def found() -> Any:
+    return answer("accumulator", *ENGINES, timeout=120)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -54,10 +49,43 @@ def test_an_optimizer_whose_state_was_gathered_is_used_again(found: Any) -> None
 
 @pytest.mark.heavy
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_another_global_batch_on_deepspeed(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    succeed(result, "deepspeed", world=2, script=WORKER, timeout=120, warm="deepspeed", PYTHONPATH=str(ROOT))
-    found = json.loads(result.read_text())["deepspeed"]
+def test_another_global_batch_on_deepspeed() -> None:
+    found = answer("accumulator", "deepspeed", timeout=120, warm="deepspeed")["deepspeed"]
     assert found["whole"] == pytest.approx(oracle(), rel=1e-6, abs=1e-6)
     assert found["same optimizer"].startswith(REFUSED["same optimizer"])
     assert found["same model"].startswith(REFUSED["same model"])
+
+
+MORE = [pytest.param(world, marks=pytest.mark.heavy) for world in (3, 4)]
+
+
+class _Worlds(dict[int, Any]):
+    """What each world has trained, by its size: it trains when it is asked for first."""
+
+    def __missing__(self, world: int) -> Any:
+        self[world] = answer("dropout", *ENGINES, world=world, timeout=120)
+        return self[world]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[int, Any]:
+    return _Worlds()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("world", [2, *MORE])
+def test_dropout_does_not_depend_on_the_world(trained: dict[int, Any], engine: str, world: int) -> None:
+    assert trained[world][engine]["whole"] == pytest.approx(trained[1]["ddp"]["whole"], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("world", [1, 2, *MORE])
+def test_a_resume_needs_no_generators_state(trained: dict[int, Any], engine: str, world: int) -> None:
+    assert trained[world][engine]["resumed"] == trained[world][engine]["whole"]
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_dropout_on_deepspeed_is_that_of_one_rank(trained: dict[int, Any]) -> None:
+    other = answer("dropout", "deepspeed", timeout=120, warm="deepspeed")
+    assert other["deepspeed"]["whole"] == pytest.approx(trained[1]["ddp"]["whole"], rel=1e-6, abs=1e-6)

@@ -1,16 +1,14 @@
-"""Loops in which the ranks go apart, or two accumulators together: exact, or one message on all ranks."""
+"""Ranks that go apart, have less than others, or two accumulators at once: exact, or one message on all ranks."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 
 pytestmark = pytest.mark.slow
-WORKER = ROOT / "tests" / "distributed" / "workers" / "apart.py"
 EXACT = (
     *(f"abandoned, {where}" for where in ("before", "forward", "inside", "backward")),
     *(f"abandoned at the boundary, {what}" for what in ("before", "forward", "verified", "last", "counted late")),
@@ -41,10 +39,8 @@ REFUSED = {  # on rank 0, and on rank 1
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    result = tmp_path_factory.mktemp("apart") / "result.json"
-    succeed(result, world=2, script=WORKER, timeout=120, PYTHONPATH=str(ROOT))
-    return json.loads(result.read_text())
+def found() -> Any:
+    return answer("apart", timeout=120)
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -60,3 +56,46 @@ def test_every_rank_is_told(found: Any, case: str) -> None:
 
 def test_a_rank_that_closes_while_it_handles_an_error_waits_for_nobody(found: Any) -> None:
     assert found["edited, error"] == [None, None]
+
+
+@pytest.fixture(scope="module")
+def paced() -> Any:
+    return answer("uneven_inputs", timeout=120)
+
+
+@pytest.mark.parametrize("sync", ["boundary", "every"])
+@pytest.mark.parametrize("case", ["a spoiled sample", "an unused output", "a dataclass", "two forwards"])
+def test_a_rank_that_keeps_pace_adds_nothing(paced: Any, case: str, sync: str) -> None:
+    expected, steps = paced["ddp"][case], paced[sync][case]
+    assert [applied for applied, _ in steps] == [applied for applied, _ in expected]
+    assert [norm for applied, norm in steps if applied] == pytest.approx(
+        [norm for applied, norm in expected if applied], rel=1e-5
+    )
+    assert ("spoiled" in case) == (not all(applied for applied, _ in steps))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "boundary", "every"])
+def test_what_stops_a_run_names_rank_and_micro_batch(paced: Any, engine: str) -> None:
+    assert "It began on rank 1 in micro-batch 1" in paced[engine]["what stops"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "boundary", "every"])
+def test_random_numbers_of_a_resumed_run_are_those_of_an_uninterrupted_one(paced: Any, engine: str) -> None:
+    uninterrupted, resumed = paced[engine]["resumed"]
+    assert len(uninterrupted) >= 2
+    assert resumed == uninterrupted
+
+
+@pytest.mark.parametrize("engine", ["ddp", "boundary", "every"])
+def test_saved_statistics_are_those_of_one_rank(paced: Any, engine: str) -> None:
+    for saved, own in paced[engine]["buffers"].values():
+        assert saved == own
+
+
+@pytest.mark.parametrize("engine", ["ddp", "boundary", "every", "zero1"])
+def test_what_an_optimizer_counts_in_its_groups_goes_on(paced: Any, engine: str) -> None:
+    assert paced[engine]["counted"] == [2, 0.5]
+
+
+def test_a_forward_on_one_rank_between_windows_is_refused_on_all(paced: Any) -> None:
+    assert "a forward of acc.model was called on some ranks alone" in paced["boundary"]["alone"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, TINY, metrics, succeed
+from tests.support.answers import answer
+from tests.support.commands import TINY, metrics, succeed
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "compiled.py"
 # The worst of what rounding in another order does, over what it does in a plain eager loop on the same weights.
 TIMES = 3
 
@@ -37,12 +36,10 @@ def _every(engine: str, backend: str) -> list[str]:
 def _run(
     folder: Path, cells: Sequence[str], world: int, timeout: float = 240, cache: Path | None = None
 ) -> dict[str, Any]:
-    result = folder / "result.json"
     options = {"TORCHINDUCTOR_CACHE_DIR": str(cache or folder / "cache")}  # nothing of another run's
     if any("deepspeed" in cell for cell in cells):
         options |= {"warm": "deepspeed", "DS_ACCELERATOR": "cpu"}
-    succeed(result, *cells, world=world, script=WORKER, timeout=timeout, PYTHONPATH=str(ROOT), **options)
-    found: dict[str, Any] = json.loads(result.read_text())
+    found: dict[str, Any] = answer("compiled", *cells, world=world, timeout=timeout, **options)
     assert sorted(found) == sorted(cells)
     return found
 

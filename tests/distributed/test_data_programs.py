@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.workers import data_programs
 from tests.distributed.workers.data_programs import GLOBAL, PROGRAMS, SAMPLES
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(data_programs.__file__)
 FULL = [GLOBAL, GLOBAL, SAMPLES - 2 * GLOBAL]
 EXACT = [name for name in PROGRAMS if name.startswith(("stream", "map"))]
 
@@ -64,11 +60,8 @@ REFUSED: dict[str, tuple[str, str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("programs") / "results.json"
-    succeed(path, world=2, script=WORKER, PYTHONPATH=str(ROOT), timeout=100)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def results() -> Any:
+    return answer("data_programs", timeout=100)
 
 
 def _is_exact(found: dict[str, Any], windows: list[int]) -> None:
@@ -106,7 +99,6 @@ def test_no_program_is_left_out() -> None:
 
 
 @pytest.mark.heavy
-def test_one_rank_is_exact_too(tmp_path: Path) -> None:
-    succeed(tmp_path / "results.json", *EXACT, script=WORKER, PYTHONPATH=str(ROOT), timeout=100)
-    for found in json.loads((tmp_path / "results.json").read_text()).values():
+def test_one_rank_is_exact_too() -> None:
+    for found in answer("data_programs", *EXACT, world=1, timeout=100).values():
         _is_exact(found, FULL)

@@ -12,7 +12,8 @@ import pytest
 from distaccum.engines.deepspeed.compat import check_known_bugs
 from distaccum.engines.deepspeed.internals import WORKING
 from distaccum.errors import ConfigError
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
+from tests.support.commands import ROOT
 from tests.support.commands import run as run_script
 from tests.support.optional import needs
 
@@ -131,11 +132,8 @@ def test_resumes_bitwise(quick: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_no_stage_rounds_a_gradient_to_16_bits(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    script = ROOT / "tests" / "distributed" / "workers" / "deepspeed_formats.py"
-    succeed(result, world=3, script=script, warm="deepspeed", PYTHONPATH=str(ROOT))
-    found = json.loads(result.read_text())
+def test_no_stage_rounds_a_gradient_to_16_bits() -> None:
+    found = answer("deepspeed_formats", world=3, warm="deepspeed")
     assert max(found["frozen"]) <= 1e-6, found
     assert max(found["bf16"]) <= 1e-6, found
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.optional import needs
 
 pytestmark = [pytest.mark.slow, needs("deepspeed")]
-
-
-WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_programs.py"
 EXACT = (
     "plain",
     "an empty rank first",
@@ -78,15 +73,8 @@ def hold(found: Sequence[Mapping[str, Any]], stage: int) -> None:
         assert all(own.get(f"resumed {precision} {stage}", True) is True for own in found)
 
 
-def launch(folder: Path, *stages: object) -> Sequence[Mapping[str, Any]]:
-    """What each rank found."""
-    succeed(folder / "result.json", *stages, script=WORKER, world=2, warm="deepspeed", timeout=280)
-    values: Sequence[Mapping[str, Any]] = json.loads((folder / "result.json").read_text())
-    return values
-
-
-def test_stage_0_and_some_of_stage_3_are_exact_or_refused(tmp_path: Path) -> None:
-    found = launch(tmp_path, 0, "3few")
+def test_stage_0_and_some_of_stage_3_are_exact_or_refused() -> None:
+    found = answer("deepspeed_programs", 0, "3few", warm="deepspeed", timeout=280)
     assert len(found[0]) == 31 + 8
     hold(found, 0)
     hold(found, 3)
@@ -94,7 +82,7 @@ def test_stage_0_and_some_of_stage_3_are_exact_or_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.heavy
-def test_stages_1_to_3_are_exact_or_refused(tmp_path: Path) -> None:
-    found = launch(tmp_path, 1, 2, 3)
+def test_stages_1_to_3_are_exact_or_refused() -> None:
+    found = answer("deepspeed_programs", 1, 2, 3, warm="deepspeed", timeout=280)
     for stage in (1, 2, 3):
         hold(found, stage)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers import diagnose as diagnose_worker
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 
 EXPECTED = {
     "rank": 1,
@@ -22,11 +20,8 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("diagnose") / "results.json"
-    succeed(path, world=2, script=Path(diagnose_worker.__file__), PYTHONPATH=str(ROOT), timeout=60)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def results() -> Any:
+    return answer("diagnose", timeout=60)
 
 
 @pytest.mark.parametrize("case", ["fewer", "none"])

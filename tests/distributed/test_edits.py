@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.edits import PROGRAMS
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.optional import needs
 
 pytestmark = [pytest.mark.slow, needs("deepspeed")]
-
-
-WORKER = ROOT / "tests" / "distributed" / "workers" / "edits.py"
 _OTHERS = "ranks would step with different settings"
 _FLAT = "its rule looks at more than one element"
 _HOOK = "would see a part of the parameters on each rank"
@@ -83,15 +78,13 @@ def hold(found: Sequence[Mapping[str, Any]], engine: str) -> None:
             assert all(isinstance(text, str) and message in text for text in said), (cell, said)
 
 
-def launch(folder: Path, *cells: str) -> Sequence[Mapping[str, Any]]:
+def launch(*cells: str) -> Any:
     """What each rank found."""
-    succeed(folder / "result.json", *cells, script=WORKER, world=2, warm="deepspeed", timeout=250)
-    values: Sequence[Mapping[str, Any]] = json.loads((folder / "result.json").read_text())
-    return values
+    return answer("edits", *cells, warm="deepspeed", timeout=250)
 
 
-def test_edits_are_stepped_and_what_sees_a_part_is_refused(tmp_path: Path) -> None:
-    found = launch(tmp_path, *_QUICK)
+def test_edits_are_stepped_and_what_sees_a_part_is_refused() -> None:
+    found = launch(*_QUICK)
     assert len(found[0]) == len(_QUICK)
     for engine in {cell.partition(":")[0] for cell in _QUICK}:
         hold(found, engine)
@@ -99,23 +92,23 @@ def test_edits_are_stepped_and_what_sees_a_part_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "ds0", "ds1", "ds2", "ds3"])
-def test_every_program_is_exact_or_refused(tmp_path: Path, engine: str) -> None:
-    found = launch(tmp_path, engine)
+def test_every_program_is_exact_or_refused(engine: str) -> None:
+    found = launch(engine)
     assert len(found[0]) == len(PROGRAMS)
     hold(found, engine)
 
 
 @pytest.mark.heavy
-def test_in_16_bits_edited_elements_are_taken(tmp_path: Path) -> None:
+def test_in_16_bits_edited_elements_are_taken() -> None:
     edits = ("plain", "clamp", "clamp .data", "rebind .data", "clamp by groups", "load_state_dict")
     engines = [f"ds{stage}/bf16" for stage in range(4)]
-    found = launch(tmp_path, *[f"{engine}:{name}" for engine in engines for name in edits])
+    found = launch(*[f"{engine}:{name}" for engine in engines for name in edits])
     for engine in engines:
         hold(found, engine)
 
 
 @pytest.mark.heavy
-def test_some_more_cells(tmp_path: Path) -> None:
+def test_some_more_cells() -> None:
     """At stage 3 with no parameter whole."""
-    found = launch(tmp_path, *[f"ds3x:{name}" for name in ("clamp by groups", "load_state_dict", "gathered", "plain")])
+    found = launch(*[f"ds3x:{name}" for name in ("clamp by groups", "load_state_dict", "gathered", "plain")])
     hold(found, "ds3x")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.empty_shard import HELD, expected
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.engine_matrix import ENGINES
 
 pytestmark = pytest.mark.slow
-WORKER = ROOT / "tests" / "distributed" / "workers" / "empty_shard.py"
 TOLERANCE = 1e-6  # of fp32 weights
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def launched() -> Any:
     """By rank, what the worker found: all engines in one launch."""
-    path = tmp_path_factory.mktemp("shards") / "results.json"
-    succeed(path, *ENGINES, world=2, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+    return answer("empty_shard", *ENGINES, warm="deepspeed", timeout=200)
 
 
 @pytest.mark.fault(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from tests.mutants import engines as engine_mutants
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.engine_matrix import (
     AXES,
     ENGINES,
@@ -24,19 +22,12 @@ from tests.support.engine_matrix import (
     is_refused,
 )
 
-WORKER = Path(__file__).parent / "workers" / "engine_matrix.py"
 
-
-def _errors(
-    folder: Path, cells: Sequence[Cell], world: int, timeout: float, warm: str = "deepspeed"
-) -> dict[Cell, float]:
+def _errors(cells: Sequence[Cell], world: int, timeout: float, warm: str = "deepspeed") -> dict[Cell, float]:
     # Those of stage 3 last: it puts a linear layer of its own in the place of torch's, for the whole process.
     chosen = sorted((cell for cell in cells if cell.world == world), key=lambda cell: cell.engine == "deepspeed 3")
-    asked, answered = folder / f"cells-{world}.json", folder / f"errors-{world}.json"
-    asked.write_text(json.dumps([asdict(cell) for cell in chosen]))
-    extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
-    succeed(answered, asked, world=world, script=WORKER, timeout=timeout, warm=warm, PYTHONPATH=str(ROOT), **extra)
-    return dict(zip(chosen, json.loads(answered.read_text()), strict=True))
+    asked = [asdict(cell) for cell in chosen]
+    return dict(zip(chosen, answer("engine_matrix", asked=asked, world=world, timeout=timeout, warm=warm), strict=True))
 
 
 def _wrong(errors: dict[Cell, float]) -> dict[Cell, float]:
@@ -53,35 +44,35 @@ def _wrong(errors: dict[Cell, float]) -> dict[Cell, float]:
 
 
 @pytest.mark.parametrize("warm", ["distaccum", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_a_covering_set_of_cells(tmp_path: Path, warm: str) -> None:
+def test_a_covering_set_of_cells(warm: str) -> None:
     """In two parts: those of DeepSpeed, and the others."""
     cells = [cell for cell in covering_set() if cell.engine.startswith("deepspeed") == (warm == "deepspeed")]
-    assert not _wrong(_errors(tmp_path, cells, 2, timeout=150, warm=warm))
+    assert not _wrong(_errors(cells, 2, timeout=150, warm=warm))
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(2400)
-def test_every_cell(tmp_path: Path) -> None:
+def test_every_cell() -> None:
     cells = every_cell()
     masters = [engine for engine in ENGINES if not engine.startswith("deepspeed")]
     assert len(cells) == (len(ENGINES) * 3 + len(masters)) * 3 * 3 * 2
     errors: dict[Cell, float] = {}
     for world in WORLDS:
-        errors |= _errors(tmp_path, cells, world, timeout=1200)
+        errors |= _errors(cells, world, timeout=1200)
     assert not _wrong(errors)
 
 
 @pytest.mark.slow
-def test_a_covering_set_of_modes(tmp_path: Path) -> None:
-    errors = _errors(tmp_path, covering_set(OF_MODES, is_refused, precision="fp32"), 2, timeout=150)
+def test_a_covering_set_of_modes() -> None:
+    errors = _errors(covering_set(OF_MODES, is_refused, precision="fp32"), 2, timeout=150)
     assert not {cell: error for cell, error in errors.items() if not error <= cell.tolerance}
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_cell_of_modes(tmp_path: Path, world: int) -> None:
-    errors = _errors(tmp_path, cells_of_modes(world), world, timeout=1100)
+def test_every_cell_of_modes(world: int) -> None:
+    errors = _errors(cells_of_modes(world), world, timeout=1100)
     for mode in OF_MODES["mode"]:
         print(mode, max(error for cell, error in errors.items() if cell.mode == mode))
     assert not {cell: error for cell, error in errors.items() if not error <= cell.tolerance}

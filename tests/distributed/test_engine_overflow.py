@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.engine_overflow import CASES, RANKS, WINDOWS, expected
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.engine_matrix import in_groups
 
 pytestmark = pytest.mark.slow
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
 TOLERANCE = 1e-6  # of fp32 weights
 
 
@@ -22,12 +20,9 @@ each_engine = in_groups("launched")
 
 
 @pytest.fixture(scope="module")
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def launched(request: pytest.FixtureRequest) -> Any:
     """By rank, what the worker found: the engines of a group in one launch."""
-    path = tmp_path_factory.mktemp("overflow") / "results.json"
-    succeed(path, *request.param, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+    return answer("engine_overflow", *request.param, world=RANKS, warm="deepspeed", timeout=200)
 
 
 @pytest.mark.parametrize(

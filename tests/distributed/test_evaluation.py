@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.commands import ROOT, TINY, metrics, run, status, succeed
-
-WORKER = Path(__file__).parent / "workers" / "evaluation.py"
+from tests.support.answers import answer
+from tests.support.commands import TINY, metrics, run, status, succeed
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    found = {}
-    for world in (1, 3):
-        path = tmp_path_factory.mktemp(str(world)) / "results.json"
-        succeed(path, world=world, script=WORKER, imports=["torchmetrics.classification"], PYTHONPATH=str(ROOT))
-        found[world] = json.loads(path.read_text())
-    return found
+def results() -> dict[int, dict[str, Any]]:
+    return {world: answer("evaluation", world=world, imports=["torchmetrics.classification"]) for world in (1, 3)}
 
 
 @pytest.mark.parametrize("held_out", ["23", "2"])  # of 3 ranks, one holds less; one holds nothing
@@ -56,13 +49,11 @@ def test_one_rank_stops_all(results: dict[int, dict[str, Any]], world: int) -> N
     ("warm", "engines"),
     [("distaccum", ["ddp", "zero1", "fsdp2"]), pytest.param("deepspeed", ["deepspeed"], marks=pytest.mark.heavy)],
 )
-def test_every_engine_evaluates_alone(warm: str, engines: list[str], tmp_path: Path) -> None:
+def test_every_engine_evaluates_alone(warm: str, engines: list[str]) -> None:
     """Ground truth: fp64, each set at once. Then both windows and evaluations, whoever loads the samples."""
     if warm == "deepspeed":
         pytest.importorskip("deepspeed")
-    script = WORKER.with_name("evaluation_engines.py")
-    succeed(tmp_path / "results.json", *engines, world=2, script=script, warm=warm, PYTHONPATH=str(ROOT))
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = answer("evaluation_engines", *engines, warm=warm)
     for engine in engines:
         assert found[engine] == pytest.approx(found["fp64"], rel=1e-6)
         first, second = found[f"{engine} trained"]

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).parent / "workers" / "fsdp2_programs.py"
 TOLERANCE = 1e-6
 PLAIN_LOOPS = 2  # times what a plain fp32 loop on whole windows is off by in the same run
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.heavy)])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(request: pytest.FixtureRequest) -> Any:
     """By rank, what the worker found: a covering set of cells, or all."""
-    result = tmp_path_factory.mktemp("programs") / "result.json"
-    succeed(result, request.param, world=2, script=WORKER, timeout=200, PYTHONPATH=str(ROOT))
-    return json.loads(result.read_text())
+    return answer("fsdp2_programs", request.param, timeout=200)
 
 
 @pytest.mark.parametrize("part", ["programs", "copies", "abandoned", "after an error", "gan"])

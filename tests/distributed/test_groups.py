@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
-
-WORKER = Path(__file__).parent / "workers" / "groups.py"
+from tests.support.answers import answer
 
 
-def _hold(file: Path, *engines: str, rel: float = 1e-11, off: float = 1e-13, **options: Any) -> None:
-    succeed(file, *engines, world=2, script=WORKER, PYTHONPATH=str(ROOT), **options)
-    found = json.loads(file.read_text())
+def _hold(*engines: str, rel: float = 1e-11, off: float = 1e-13, **options: Any) -> None:
+    found = answer("groups", *engines, **options)
     truth = found.pop("truth")
     bits = {name: found.pop(name) for name in list(found) if name.endswith(", bits")}
     assert bits == {f"{engine}, bits": True for engine in engines}
@@ -26,15 +21,15 @@ def _hold(file: Path, *engines: str, rel: float = 1e-11, off: float = 1e-13, **o
 
 
 @pytest.mark.slow
-def test_every_engine_steps_the_groups_as_a_plain_loop_and_takes_the_others_state(tmp_path: Path) -> None:
-    _hold(tmp_path / "found.json", "ddp", "zero1", "fsdp2")
+def test_every_engine_steps_the_groups_as_a_plain_loop_and_takes_the_others_state() -> None:
+    _hold("ddp", "zero1", "fsdp2")
 
 
 @pytest.mark.slow
-def test_deepspeed_steps_the_groups_of_one_optimizer(tmp_path: Path) -> None:
+def test_deepspeed_steps_the_groups_of_one_optimizer() -> None:
     """In fp32, which is all that it steps.
 
     Adam divides a gradient's rounding by the gradient: where that is small, an update of 0.01 is off by some 1e-5 of
     it, by how much depends on the processor. A group's setting that is lost moves a weight by 1e-4 and more.
     """
-    _hold(tmp_path / "found.json", "deepspeed", rel=2e-6, off=1e-6, warm="deepspeed")
+    _hold("deepspeed", rel=2e-6, off=1e-6, warm="deepspeed")

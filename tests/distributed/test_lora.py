@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from distaccum.errors import ConfigError
 from tests.support import lora
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.engine_matrix import ENGINES
 from tests.support.lora import Cell, Found
 from tests.support.optional import needs
@@ -21,22 +19,16 @@ from tests.support.threads import run_ranks
 
 pytestmark = needs("peft")
 
-WORKER = Path(__file__).parent / "workers" / "lora.py"
 CONTROL = 512  # bytes of counts and norms; the base has some 4,400
 COVERING = [Cell("ddp", 2, "unequal"), Cell("fsdp2 boundary", 2, "ragged")]
 OVER_BF16 = [Cell(engine, 2, "ragged", "bfloat16") for engine in ENGINES if engine != "deepspeed 3"]
 
 
-def _found(folder: Path, cells: Sequence[Cell], timeout: float = 150) -> dict[Cell, list[Found]]:
+def _found(cells: Sequence[Cell], timeout: float = 150) -> dict[Cell, list[Found]]:
     """What each rank found."""
     (world,) = {cell.world for cell in cells}
-    asked, answered = folder / "cells.json", folder / "found.json"
-    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
-    extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
-    succeed(
-        answered, asked, world=world, script=WORKER, timeout=timeout, warm="deepspeed", PYTHONPATH=str(ROOT), **extra
-    )
-    ranks = json.loads(answered.read_text())
+    asked = [asdict(cell) for cell in cells]
+    ranks = answer("lora", asked=asked, world=world, timeout=timeout, warm="deepspeed")
     return {cell: [Found(**rank[i]) for rank in ranks] for i, cell in enumerate(cells)}
 
 
@@ -56,8 +48,8 @@ def _check(found: dict[Cell, list[Found]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_covering_set_is_exact_and_reduces_adapters_alone(tmp_path: Path) -> None:
-    found = _found(tmp_path, COVERING)
+def test_a_covering_set_is_exact_and_reduces_adapters_alone() -> None:
+    found = _found(COVERING)
     _check(found)
     sent = found[COVERING[0]][0].payload["gradients"]
     assert 0 <= sent - 4 * (256 + 9) <= 8  # elements of adapters and of the head, and a number or two beside them
@@ -77,12 +69,12 @@ def test_stage_3_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_cell_is_exact(tmp_path: Path, world: int) -> None:
+def test_every_cell_is_exact(world: int) -> None:
     engines = [engine for engine in ENGINES if engine != "deepspeed 3"]
-    _check(_found(tmp_path, [Cell(engine, world, data) for engine, data in product(engines, lora.DATA)], timeout=1100))
+    _check(_found([Cell(engine, world, data) for engine, data in product(engines, lora.DATA)], timeout=1100))
 
 
 @pytest.mark.heavy
-def test_over_a_base_in_bf16_every_engine_is_as_near_as_a_plain_loop(tmp_path: Path) -> None:
+def test_over_a_base_in_bf16_every_engine_is_as_near_as_a_plain_loop() -> None:
     """With DeepSpeed too, which reduced in the format of the optimizer's first parameter: a frozen one in bf16."""
-    _check(_found(tmp_path, OVER_BF16, timeout=300))
+    _check(_found(OVER_BF16, timeout=300))

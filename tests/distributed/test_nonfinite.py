@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.nonfinite import CASES, GLOBAL_SIZE, MICRO_SIZE, RANKS, SHARE, rank_of
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.engine_matrix import in_groups
 
 pytestmark = pytest.mark.slow
-WORKER = ROOT / "tests" / "distributed" / "workers" / "nonfinite.py"
 
 
 each_engine = in_groups("launched")
 
 
 @pytest.fixture(scope="module")
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def launched(request: pytest.FixtureRequest) -> Any:
     """By rank, what the worker found: the engines of a group in one launch."""
-    path = tmp_path_factory.mktemp("nonfinite") / "results.json"
-    succeed(path, *request.param, world=RANKS, script=WORKER, warm="deepspeed", PYTHONPATH=str(ROOT), timeout=200)
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+    return answer("nonfinite", *request.param, world=RANKS, warm="deepspeed", timeout=200)
 
 
 @pytest.mark.fault(

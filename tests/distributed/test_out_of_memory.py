@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 from tests.support.memory_faults import Cell, judge, make_model, run
 from tests.support.threads import run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "out_of_memory.py"
 ENGINES, PLACES, LEAVES = ("ddp", "zero1"), ("forward", "backward", "after"), 10
 pytestmark = [
     pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning"),
@@ -135,25 +132,20 @@ def test_what_cannot_be_cut_is_refused_before_a_weight_moves(cell: Cell, why: st
 
 
 @pytest.mark.slow
-def test_parts_with_dropout_draw_as_micro_batches_of_their_own(tmp_path: Path) -> None:
+def test_parts_with_dropout_draw_as_micro_batches_of_their_own() -> None:
     cells = [
         Cell(program="dropout", engine=engine, place=place, micro=micro, rank=1)
         for engine, places in zip(ENGINES, (("forward", "after"), ("after", "forward")), strict=True)
         for place, micro in zip(places, (0, -1), strict=True)
     ]
-    asked, answered = tmp_path / "cells.json", tmp_path / "found.json"
-    asked.write_text(json.dumps([asdict(cell) for cell in cells]))
-    succeed(answered, asked, world=2, script=WORKER, timeout=200, PYTHONPATH=str(ROOT))
-    assert json.loads(answered.read_text()) == [[True] * 4] * len(cells)
+    found = answer("out_of_memory", asked=[asdict(cell) for cell in cells], timeout=200)
+    assert found == [[True] * 4] * len(cells)
 
 
 @pytest.mark.slow
-def test_a_real_limit_of_the_address_space_is_survived(tmp_path: Path) -> None:
+def test_a_real_limit_of_the_address_space_is_survived() -> None:
     """The allocator gives large tensors back at once, so that what is allocated is what is used."""
-    answered = tmp_path / "errors.json"
-    worker = WORKER.with_name("memory_limit.py")
-    succeed(answered, script=worker, torchrun=True, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
-    found = json.loads(answered.read_text())
+    found = answer("memory_limit", world=1, torchrun=True, MALLOC_MMAP_THRESHOLD_="65536")
     assert found["failed"] == [[128, 8]], found  # from then on such micro-batches are run in parts
     for errors in found["errors"]:
         assert errors["own"] <= 4 * errors["plain"], found

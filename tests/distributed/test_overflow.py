@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, Case, cases, chosen_cases
+from tests.support.answers import answer
 from tests.support.commands import ROOT, metrics, run, status, succeed
 
 pytestmark = pytest.mark.slow
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "overflow.py"
 LAUNCHED = {2: ("scalers", "matrix", "first windows", "endings"), 3: ("scalers", "matrix", "first windows")}
 Ranks = list[dict[str, Any]]
 
@@ -31,17 +30,9 @@ classes = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ranks]:
+def launched() -> dict[int, Ranks]:
     """By world size and rank, what the worker found: all of it in one launch each."""
-    folder = tmp_path_factory.mktemp("overflow")
-    return {world: _launch(folder, world, parts) for world, parts in LAUNCHED.items()}
-
-
-def _launch(folder: Path, world: int, parts: tuple[str, ...]) -> Ranks:
-    path = folder / f"results-{world}.json"
-    succeed(path, *parts, world=world, script=WORKER, PYTHONPATH=str(ROOT), timeout=150)
-    found: Ranks = json.loads(path.read_text())
-    return found
+    return {world: answer("overflow", *parts, world=world, timeout=150) for world, parts in LAUNCHED.items()}
 
 
 def _everyone(launched: dict[int, Ranks], world: int, part: str, key: Any) -> list[Any]:
@@ -102,8 +93,8 @@ def test_one_spoiled_value_skips_its_window_and_nothing_else(
 
 
 @pytest.mark.heavy
-def test_the_whole_matrix(tmp_path: Path) -> None:
-    launched = {2: _launch(tmp_path, 2, ("whole matrix",))}
+def test_the_whole_matrix() -> None:
+    launched = {2: answer("overflow", "whole matrix", timeout=150)}
     assert len(cases(2)) == 96
     for i, case in enumerate(cases(2)):
         _check(_everyone(launched, 2, "whole matrix", i), case)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import run, status, succeed
+from tests.support.commands import ROOT, run, status, succeed
 
 WORKER = Path(__file__).parent / "workers" / "odd_state.py"
 
@@ -19,13 +19,13 @@ def test_a_resumed_run_has_it_bit_for_bit(engine: str, tmp_path: Path) -> None:
     """Extra state was a raw error at the first save, or lost; 16-bit integers and 8-bit floats one at wrapping."""
     if engine == "deepspeed":
         pytest.importorskip("deepspeed")
-        succeed(tmp_path, engine, world=2, script=WORKER, warm="deepspeed", DS_ACCELERATOR="cpu")
+        succeed(tmp_path, engine, world=2, script=WORKER, warm="deepspeed", DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
     else:
-        succeed(tmp_path, engine, world=2, script=WORKER)
+        succeed(tmp_path, engine, world=2, script=WORKER, PYTHONPATH=str(ROOT))
 
 
 def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
-    finished = run(tmp_path, "callback", world=2, script=WORKER, timeout=60)
+    finished = run(tmp_path, "callback", world=2, script=WORKER, timeout=60, PYTHONPATH=str(ROOT))
     assert finished.returncode == 1
     assert "ZeroDivisionError: of the callback" in finished.stderr
     found = status(tmp_path / "fails")

@@ -1,9 +1,10 @@
-"""A run that is killed and continued ends as one that was not."""
+"""A run that is killed and continued ends as one that was not, in fp16 at the same scales."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,48 @@ def test_a_named_checkpoint_starts_a_run_elsewhere(tmp_path: Path) -> None:
     succeed(*SETTINGS, "trainer.max_steps=14", f"resume={start}", f"hydra.run.dir={tmp_path / 'b'}")
     assert metrics(tmp_path / "b")[0]["step"] == 8
     assert [r["loss"] for r in metrics(tmp_path / "b")] == [r["loss"] for r in metrics(tmp_path / "a")[7:]]
+
+
+IN_FP16 = (
+    *TINY,
+    "batch.global_size=6",
+    "batch.micro_size=2",
+    "trainer.max_steps=30",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=0",
+    "checkpoint.every=4",
+    "resume=auto",
+    "precision=fp16",
+    "precision.scaler.growth_interval=7",
+    "precision.scaler.hysteresis=2",
+    "precision.scaler.initial_scale_power=22",
+    "precision.underflow_every=0",
+)
+EXACT = ("step", "window", "loss", "grad_norm", "lr", "loss_scale", "applied", "skipped", "nonfinite", "samples")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("world", "records"), [(1, 30), (2, 21)])
+def test_killed_within_a_growth_interval_and_resumed_is_bitwise_uninterrupted(
+    tmp_path: Path, world: int, records: int
+) -> None:
+    """At 21 records a growth lies ahead, for which those before the checkpoint count; at 30, with an overflow forgiven
+    before the checkpoint, one that is not forgiven any more."""
+    succeed(*IN_FP16, f"hydra.run.dir={tmp_path / 'whole'}", world=world)
+    kill_when(tmp_path / "killed", records, *IN_FP16, world=world)
+    assert status(tmp_path / "killed")["state"] == "running"
+    resumed = succeed(*IN_FP16, f"hydra.run.dir={tmp_path / 'killed'}", world=world)
+    assert "resuming" in resumed.stdout
+    assert "at step 30" not in resumed.stdout  # none of its processes had gone on
+
+    whole, killed = metrics(tmp_path / "whole"), metrics(tmp_path / "killed")
+    # repr, as NaN is not equal to itself
+    assert [repr([record[key] for key in EXACT]) for record in killed] == [
+        repr([record[key] for key in EXACT]) for record in whole
+    ]
+    scales = [record["loss_scale"] for record in whole]
+    assert not whole[0]["applied"]
+    assert scales[0] == scales[1] == 2.0**22  # the first overflow is forgiven
+    assert any(before < after for before, after in pairwise(scales))
+    assert status(tmp_path / "killed") == {"state": "done", "step": 30, "reason": ""}

@@ -51,12 +51,49 @@ def _launch(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProce
     )
 
 
+def _start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """By ``launch/local.py``, on two ranks."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / "local.py"), *SETTINGS, *more, f"hydra.run.dir={folder}"],
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _await(holds: Callable[[], object], pause_s: float = 0.05, within_s: float = 120) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(pause_s)
+
+
 def _await_records(folder: Path) -> None:
     """Until a few windows are logged."""
-    file, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    file = folder / "metrics.jsonl"
+    _await(lambda: file.exists() and file.read_bytes().count(b"\n") > 3)
+
+
+def _await_ranks(folder: Path, pause_s: float = 0.05) -> list[int]:
+    """The processes of two ranks, once they have noted who they are."""
+    files = [folder / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
+    _await(lambda: all(file.exists() and file.read_bytes().strip() for file in files), pause_s)
+    return [json.loads(file.read_bytes())["pid"] for file in files]
+
+
+def _ranks(launcher: int) -> dict[int, int]:
+    """Those of a launcher's processes that are to be ranks, by their rank."""
+    ranks = {}
+    for pid in family(launcher)[1:]:
+        with suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks |= {int(word[5:]): pid for word in words if word.startswith(b"RANK=")}
+    return ranks
+
+
+def _is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.slow
@@ -200,26 +237,12 @@ def test_the_status_names_a_rank_that_died_in_silence(
 @pytest.mark.heavy
 def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path) -> None:
     """Rank 0 looks only when the launcher has waited for rank 1 already, as on a busy machine."""
-    arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
-    )
+    process = _start(tmp_path, "trainer.max_steps=100000")
     _await_records(tmp_path)
-    ranks = {}
-    for pid in family(process.pid)[1:]:
-        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if word.startswith(b"RANK="):
-                ranks[int(word[5:])] = pid
+    ranks = _ranks(process.pid)
     os.kill(ranks[0], signal.SIGSTOP)
     os.kill(ranks[1], signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{ranks[1]}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    _await(lambda: _is_gone(ranks[1]), 0.02, within_s=20)
     os.kill(ranks[0], signal.SIGCONT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -236,19 +259,7 @@ def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path
 )
 @pytest.mark.heavy
 def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path, says: Callable[[str], None]) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "launch" / "local.py"),
-            *SETTINGS,
-            "trainer.max_steps=100000",
-            f"hydra.run.dir={tmp_path}",
-        ],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
-    )
+    process = _start(tmp_path, "trainer.max_steps=100000")
     _await_records(tmp_path)
     workers = family(process.pid)[1:]
     for pid in workers:
@@ -286,21 +297,14 @@ def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Pat
 def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path: Path) -> None:
     run_dir, note = tmp_path / "run", tmp_path / "note"
     os.mkfifo(note)  # nobody reads it, so that rank 0 waits there
-    ranks = [run_dir / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
     process = subprocess.Popen(
         command(2, TRAIN, [*SETTINGS, f"hydra.run.dir={run_dir}"]),
         env=environment(PYTHONPATH=str(ROOT), DISTACCUM_RUN_NOTE=str(note)),
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 100
-    while not all(file.exists() and file.read_bytes().strip() for file in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    first, second = (json.loads(file.read_bytes())["pid"] for file in ranks)
-    while not _watches(second, first):  # how a process ended is not to be seen once its launcher has waited for it
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    first, second = _await_ranks(run_dir)
+    _await(lambda: _watches(second, first))  # how a process ended is not to be seen once its launcher has waited for it
     began = time.monotonic()
     os.kill(first, signal.SIGKILL)
     told = process.communicate(timeout=60)[1]
@@ -327,16 +331,9 @@ def _watches(pid: int, other: int) -> bool:
 )
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Callable[[str], None]) -> None:
-    arguments = [*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"]
-    process = _start(arguments)
-    deadline, second = time.monotonic() + 100, None
-    while second is None:
-        assert time.monotonic() < deadline
-        for pid in family(process.pid)[1:]:
-            with suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                second = pid if b"RANK=1" in variables else second
-    os.kill(second, signal.SIGKILL)
+    process = _start(tmp_path / "run")
+    _await(lambda: 1 in _ranks(process.pid), 0)
+    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     says(told)
@@ -352,16 +349,16 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
 @pytest.mark.parametrize("already", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path, *, already: bool) -> None:
     """A process that asks for its parent's end only afterwards is not told of one that was before."""
-    process = _start([*SETTINGS, f"hydra.run.dir={tmp_path / 'run'}"])
-    deadline, ranks = time.monotonic() + 100, set[int]()
-    while len(ranks) < 2:
-        assert time.monotonic() < deadline
-        for pid in family(process.pid)[1:]:
-            with suppress(OSError):
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if pid not in ranks and any(name.startswith(b"RANK=") for name in variables):
-                    ranks.add(pid)
-                    os.kill(pid, signal.SIGCONT if already else signal.SIGSTOP)  # before its interpreter runs
+    process = _start(tmp_path / "run")
+    ranks = set[int]()
+
+    def two_are_held() -> bool:
+        for pid in {*_ranks(process.pid).values()} - ranks:
+            ranks.add(pid)
+            os.kill(pid, signal.SIGCONT if already else signal.SIGSTOP)  # before its interpreter runs
+        return len(ranks) == 2
+
+    _await(two_are_held, 0)
     time.sleep(0.5 if already else 0)
     process.kill()
     for pid in ranks:
@@ -369,28 +366,18 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
             os.kill(pid, signal.SIGCONT)
     told = process.communicate(timeout=60)[1]
     assert not told  # and no rank looks for it
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    _await(lambda: all(map(_is_gone, ranks)), within_s=20)
     assert not (tmp_path / "run" / "status.json").exists()
 
 
 @pytest.mark.heavy
 def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path: Path) -> None:
     """The launcher has waited for it before another rank looks, so that it alone knows the signal."""
-    process = _start([*SETTINGS, f"hydra.run.dir={tmp_path}"])
-    files = [tmp_path / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
-    deadline = time.monotonic() + 100
-    while not all(file.exists() and file.read_bytes().strip() for file in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    first, second = (json.loads(file.read_bytes())["pid"] for file in files)
+    process = _start(tmp_path)
+    first, second = _await_ranks(tmp_path, 0.001)
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
-    while Path(f"/proc/{second}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _await(lambda: _is_gone(second), 0.01)
     os.kill(first, signal.SIGCONT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 1
@@ -411,12 +398,9 @@ def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
 ) -> None:
     """Torch raises that wherever the rank is: here in the count's all-reduce, for which rank 1 is late."""
     more = (f"engine={engine}", "trainer.num_workers=1", "trainer.max_steps=1000000", "checkpoint.every=0")
-    process = _start([*SETTINGS, *more, f"hydra.run.dir={tmp_path}"])
-    file, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 100
-    while not (file.exists() and file.read_bytes().count(b"\n") > 3):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    first, second = (json.loads((tmp_path / ".ranks" / f"rank-{rank}.json").read_bytes())["pid"] for rank in range(2))
+    process = _start(tmp_path, *more)
+    _await_records(tmp_path)
+    first, second = _await_ranks(tmp_path)
     os.kill(second, signal.SIGSTOP)
     time.sleep(1)
     (loader,) = family(first)[1:]
@@ -427,16 +411,6 @@ def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
     assert process.returncode == 1
     says(told)
     assert status(tmp_path)["reason"].startswith(f"rank 0: DataError: the loading process {loader} was killed by SIG")
-
-
-def _start(arguments: list[str]) -> subprocess.Popen[str]:
-    """By ``launch/local.py``, on two ranks."""
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "local.py"), *arguments],
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 @pytest.mark.heavy
@@ -452,11 +426,7 @@ def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path
         command(2, TRAIN, arguments), env=environment(PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL
     )
     try:
-        file = tmp_path / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (file.exists() and file.read_bytes().count(b"\n") > 3):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        _await_records(tmp_path)
         holder = json.loads((tmp_path / "owner.json").read_text())
         for resume, world in (("auto", 1), ("never", 2)):
             second = _run(tmp_path, f"resume={resume}", world=world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,13 @@ import pytest
 import torch
 
 from tests.distributed.workers import stream as stream_worker
+from tests.support.answers import WORKERS, answer
 from tests.support.commands import ROOT, metrics, succeed
-
-WORKER = Path(stream_worker.__file__)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("streams") / "results.json"
-    succeed(path, world=2, script=WORKER, PYTHONPATH=str(ROOT), timeout=40)  # 20 s for each case
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def results() -> Any:
+    return answer("stream", timeout=40)  # 20 s for each case
 
 
 @pytest.mark.parametrize("way", ["accumulator", "counted afterwards", "trainer"])
@@ -59,7 +54,7 @@ KINDS = ("torchdata", "workers", "datasets", "datasets-shuffled", "loader", "bar
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Runs of 12 updates over 34 samples, two epochs and more: at once, and in two parts that meet inside an epoch."""
     whole, parts = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("parts")
-    worker, kinds = WORKER.with_name("stateful.py"), ",".join(KINDS)
+    worker, kinds = WORKERS / "stateful.py", ",".join(KINDS)
     for folder, steps, resume in ((whole, 12, "never"), (parts, 7, "never"), (parts, 12, "auto")):
         succeed(folder, kinds, steps, resume, world=2, script=worker, PYTHONPATH=str(ROOT))
     return whole, parts

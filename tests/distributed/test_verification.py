@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from tests.distributed.workers.verify import MICRO_SIZE, Run
 from tests.mutants import engines, guards, verification
 from tests.mutants.guards import package
 from tests.support import commands, engine_matrix, matrix
+from tests.support.answers import answer
 from tests.support.commands import ROOT, TINY, status, succeed
 from tests.support.engine_matrix import ENGINES
 
@@ -28,7 +28,6 @@ COVERING = {  # each way of being wrong: in a part, by a factor, after the step,
     "fsdp2: the loss is weighed as for an average": "2.00x = 2 ranks",
 }
 CASES = verification.cases()
-CELLS_WORKER, COST_WORKER = (Path(__file__).parent / "workers" / f"verify_{name}.py" for name in ("cells", "cost"))
 AGREES, MEANT, ENGINES_OWN = "agrees with", "x the loss's slope along it: by design where", "MisuseError: "
 PROGRAMS = [  # right runs that a proof could take for wrong ones, and what they say
     (Run(engine="fsdp2 boundary", program="own targets", by_slope=True), MEANT),
@@ -94,41 +93,35 @@ def random_runs(number: int) -> list[Run]:
     ]
 
 
-def said_by(runs: list[Run], folder: Path, warm: str = "distaccum", world: int = 2) -> list[list[str]]:
-    asked, answered = folder / "runs.json", folder / "said.json"
-    asked.write_text(json.dumps([asdict(run) for run in runs]))
-    succeed(answered, asked, world=world, script=verification.WORKER, warm=warm, PYTHONPATH=str(ROOT), timeout=240)
-    found: list[list[str]] = json.loads(answered.read_text())
-    return found
+def said_by(runs: list[Run], warm: str = "distaccum", world: int = 2) -> Any:
+    return answer("verify", asked=[asdict(run) for run in runs], world=world, warm=warm, timeout=240)
 
 
-def test_a_right_run_is_verified_on_every_engine(tmp_path: Path) -> None:
-    for run, said in zip(RIGHT, said_by(RIGHT, tmp_path), strict=True):
+def test_a_right_run_is_verified_on_every_engine() -> None:
+    for run, said in zip(RIGHT, said_by(RIGHT), strict=True):
         assert all(text.startswith("the window's gradient") and "agrees with" in text for text in said), (run, said)
 
 
 @pytest.mark.slow
-def test_no_right_program_is_accused(tmp_path: Path) -> None:
-    for (run, expected), said in zip(PROGRAMS, said_by([run for run, _ in PROGRAMS], tmp_path), strict=True):
+def test_no_right_program_is_accused() -> None:
+    for (run, expected), said in zip(PROGRAMS, said_by([run for run, _ in PROGRAMS]), strict=True):
         assert all(expected in text and "VerificationError" not in text for text in said), (run, said)
 
 
 @pytest.mark.heavy
 @pytest.mark.skipif(not RIGHT_ON_DEEPSPEED, reason="needs DeepSpeed")
-def test_a_right_run_is_verified_at_every_stage_of_deepspeed(tmp_path: Path) -> None:
-    for run, said in zip(RIGHT_ON_DEEPSPEED, said_by(RIGHT_ON_DEEPSPEED, tmp_path, "deepspeed"), strict=True):
+def test_a_right_run_is_verified_at_every_stage_of_deepspeed() -> None:
+    for run, said in zip(RIGHT_ON_DEEPSPEED, said_by(RIGHT_ON_DEEPSPEED, "deepspeed"), strict=True):
         assert all("agrees with" in text for text in said), (run, said)
 
 
-def cells_said(cells: list[Any], folder: Path, world: int) -> dict[Any, list[str]]:
+def cells_said(cells: list[Any], world: int) -> dict[Any, list[str]]:
     """What the proofs of these cells log."""
     chosen = [cell for cell in cells if cell.world == world]
-    asked, answered = folder / f"cells-{world}.json", folder / f"said-{world}.json"
-    asked.write_text(json.dumps([asdict(cell) for cell in chosen]))
     warm = "deepspeed" if isinstance(chosen[0], engine_matrix.Cell) else "distaccum"
-    extra = {"LOCAL_RANK": "0"} if world == 1 else {}  # DeepSpeed asks for it
-    succeed(answered, asked, world=world, script=CELLS_WORKER, warm=warm, PYTHONPATH=str(ROOT), timeout=1200, **extra)
-    return dict(zip(chosen, json.loads(answered.read_text()), strict=True))
+    asked = [asdict(cell) for cell in chosen]
+    said = answer("verify_cells", asked=asked, world=world, warm=warm, timeout=1200)
+    return dict(zip(chosen, said, strict=True))
 
 
 def unproved(said: dict[Any, list[str]], windows: int) -> dict[Any, list[str]]:
@@ -144,16 +137,16 @@ def unproved(said: dict[Any, list[str]], windows: int) -> dict[Any, list[str]]:
 @pytest.mark.heavy
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", matrix.AXES["world"])
-def test_every_cell_of_the_matrix_proves_its_gradient(tmp_path: Path, world: int) -> None:
+def test_every_cell_of_the_matrix_proves_its_gradient(world: int) -> None:
     cells = [cell for cell in matrix.every_cell() if cell.level > 1]  # level 1 has no accumulator to prove it
-    assert not unproved(cells_said(cells, tmp_path, world), windows=1)
+    assert not unproved(cells_said(cells, world), windows=1)
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("world", engine_matrix.WORLDS)
-def test_every_window_of_every_cell_of_the_engines_is_proved(tmp_path: Path, world: int) -> None:
-    left = unproved(cells_said(engine_matrix.every_cell(), tmp_path, world), windows=4)
+def test_every_window_of_every_cell_of_the_engines_is_proved(world: int) -> None:
+    left = unproved(cells_said(engine_matrix.every_cell(), world), windows=4)
     # In fp16 a difference of losses may drown in rounding, and then nothing is said of the gradient. Which cells these
     # are hangs on the last bits of the losses, and so on the processor.
     sixteen = [cell for cell in engine_matrix.every_cell() if (cell.engine, cell.precision) == ("deepspeed 3", "fp16")]
@@ -176,10 +169,8 @@ def test_no_example_is_accused(tmp_path: Path, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> None:
-    answered = tmp_path / "counts.json"
-    succeed(answered, world=2, script=COST_WORKER, PYTHONPATH=str(ROOT), timeout=120)
-    found = json.loads(answered.read_text())
+def test_later_windows_cost_what_they_cost_without_a_proof() -> None:
+    found = answer("verify_cost", timeout=120)
     later = found["first"]["later windows"]
     assert later == found["never"]["later windows"]
     assert later["aten ops"] <= 1.01 * found["plain"]["later windows"]["aten ops"]  # replicas compared once among them
@@ -193,9 +184,9 @@ def test_later_windows_cost_what_they_cost_without_a_proof(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("world", "number"), [(2, 12), (3, 300)])
-def test_no_random_plan_is_accused(tmp_path: Path, world: int, number: int) -> None:
+def test_no_random_plan_is_accused(world: int, number: int) -> None:
     runs = random_runs(number)
-    found = said_by(runs, tmp_path, world=world)
+    found = said_by(runs, world=world)
     accused = [(run, said) for run, said in zip(runs, found, strict=True) if "Error: " in said[0]]
     assert not accused
     for run, said in zip(runs, found, strict=True):

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.zero1 import MODELS
-from tests.support.commands import ROOT, succeed
+from tests.support.answers import answer
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "zero1.py"
 RUNS = [name + clip for name in MODELS for clip in ("", ", clipped")]
 pytestmark = [pytest.mark.heavy, pytest.mark.parametrize("world", [2, 4], scope="module")]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, world: int) -> dict[str, Any]:
+def launched(world: int) -> Any:
     """What the worker found."""
-    path = tmp_path_factory.mktemp("zero1") / "results.json"
-    succeed(path, world=world, script=WORKER, PYTHONPATH=str(ROOT), timeout=200)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return answer("zero1", world=world, timeout=200)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from distaccum.engines.activation_checkpoint import Checkpoints
-from tests.unit.engines.test_selective_checkpoint import Attention, Calls
+from tests.unit.engines.test_activation_checkpoint import Attention, Calls
 
 pytestmark = pytest.mark.gpu
 

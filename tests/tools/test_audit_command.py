@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from tests.support.answers import answer
 from tests.support.audit_loops import FAULTS, RIGHT, Expected
 from tests.support.commands import ROOT, run, succeed
 
-WORKERS = ROOT / "tests" / "distributed" / "workers"
 EVERY = [*FAULTS, *RIGHT]
 
 
 @cache
 def _loops() -> list[dict[str, Any]]:
     """What two ranks found in all loops."""
-    with TemporaryDirectory() as folder:
-        result = Path(folder) / "found.json"
-        succeed(result, script=WORKERS / "audit.py", world=2, PYTHONPATH=str(ROOT))
-        found: list[dict[str, Any]] = json.loads(result.read_text())
+    found: list[dict[str, Any]] = answer("audit")
     assert len(found) == len(EVERY)
     return found
 
@@ -62,12 +57,6 @@ def test_there_are_twelve_faults_and_more() -> None:
     assert len({expected.loop for expected in FAULTS}) >= 25
 
 
-def _peers(folder: Path, *names: str) -> dict[str, Any]:
-    succeed(folder / "peers.json", *names, script=WORKERS / "audit_peers.py", world=2, PYTHONPATH=str(ROOT))
-    found: dict[str, Any] = json.loads((folder / "peers.json").read_text())
-    return found
-
-
 def _assert_named(found: dict[str, Any], *, right: set[str]) -> None:
     """Frameworks that divide by the accumulation steps, and those that count."""
     for key, row in found.items():
@@ -80,18 +69,18 @@ def _assert_named(found: dict[str, Any], *, right: set[str]) -> None:
             assert row["causes"] == ["mean of means over micro-batches", *short], row["text"]
 
 
-def test_distaccum_and_a_hand_written_loop(tmp_path: Path) -> None:
-    _assert_named(_peers(tmp_path, "distaccum", "DDP, hand-written"), right={"distaccum"})
+def test_distaccum_and_a_hand_written_loop() -> None:
+    _assert_named(answer("audit_peers", "distaccum", "DDP, hand-written"), right={"distaccum"})
 
 
 @pytest.mark.heavy
-def test_the_frameworks_of_the_bench_are_named(tmp_path: Path) -> None:
+def test_the_frameworks_of_the_bench_are_named() -> None:
     """Of those that are installed."""
     from launch.bench.other_frameworks import FRAMEWORKS  # noqa: PLC0415  torch is imported for this test alone
 
     names = [name for name, framework in FRAMEWORKS.items() if framework.version is not None]
     right = {"accelerate, counted by hand", "transformers Trainer"}
-    _assert_named(_peers(tmp_path, *names), right=right)
+    _assert_named(answer("audit_peers", *names), right=right)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +88,8 @@ def test_the_frameworks_of_the_bench_are_named(tmp_path: Path) -> None:
     [["fsdp2"], pytest.param([f"deepspeed-{stage}" for stage in range(4)], marks=pytest.mark.heavy)],
     ids=["fsdp2", "deepspeed"],
 )
-def test_sharded_gradients_are_gathered(tmp_path: Path, kinds: list[str]) -> None:
-    succeed(tmp_path / "found.json", *kinds, script=WORKERS / "audit_sharded.py", world=2, PYTHONPATH=str(ROOT))
-    found = json.loads((tmp_path / "found.json").read_text())
+def test_sharded_gradients_are_gathered(kinds: list[str]) -> None:
+    found = answer("audit_sharded", *kinds)
     for kind in kinds:
         assert found[f"{kind}, right"]["right"], found[f"{kind}, right"]["text"]
         assert max(found[f"{kind}, right"]["errors"]) <= 1e-6

@@ -1,20 +1,27 @@
-"""The help of ``distaccum train`` and ``distaccum plan``: what it lists is there, at any width, without torch."""
+"""The help of ``distaccum train`` and ``plan`` lists what is there, at any width; and which keys choices have."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from distaccum.config.schema import conf_dir, dotted
+from distaccum.models import gpt
 from distaccum.models.gpt import GPT
 from distaccum.program import help_asked
+from distaccum.tools import settings as room
 from distaccum.tools.help import _OFTEN, overview, show
+from distaccum.tools.settings import GROUPS, Setting, arguments
 from tests.support.commands import ROOT, environment
 
 KEY = re.compile(r"^  ([\w./]+)(?:  \(|=)", re.MULTILINE)
@@ -129,3 +136,52 @@ def test_it_waits_for_neither_torch_nor_hydra(start: str, tmp_path: Path) -> Non
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == "  seed  (int; default 0)\n      of weights, order and dropout.\n"
+
+
+FILES = [(group, path.stem) for group in GROUPS for path in sorted((conf_dir() / group).glob("*.yaml"))]
+
+
+def _stated(group: str, name: str) -> dict[str, dict[str, Any]]:
+    """The nodes of a file that have a ``_target_``, by their place."""
+    node = yaml.safe_load((conf_dir() / group / f"{name}.yaml").read_text())
+    for base in node.pop("defaults", []):
+        node |= yaml.safe_load((conf_dir() / group / f"{base}.yaml").read_text()) | node
+    places = {group: node} | {f"{group}.{key}": value for key, value in node.items()}
+    return {place: one for place, one in places.items() if isinstance(one, dict) and "_target_" in one}
+
+
+def _of(group: str, name: str) -> dict[str, Setting]:
+    return {one.key: one for one in arguments() if one.key.startswith(f"{group}.") and name in one.files}
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=str)
+def test_a_choice_takes_what_its_target_takes(group: str, name: str) -> None:
+    described = _of(group, name)
+    expected = {}
+    for place, node in _stated(group, name).items():
+        module, _, home = node["_target_"].rpartition(".")
+        parameters = inspect.signature(getattr(import_module(module), home)).parameters
+        assert set(node) - {"_target_"} <= set(parameters)
+        own = node["_target_"].startswith("distaccum.")
+        taken = [key for key in parameters if key in node or (own and parameters[key].default is not inspect._empty)]
+        expected |= {f"{place}.{key}": node.get(key, parameters[key].default) for key in taken}
+    assert list(described) == [key for key in described if key in expected]
+    assert set(described) == set(expected)
+    for key, one in described.items():
+        if one.files[0] == name:
+            given, by_kind = expected[key], {bool: str(expected[key]).lower(), type(None): "null", dict: ""}
+            number = isinstance(given, str) and given.replace("e", "").replace(".", "").isdigit()  # 1e4 is YAML's text
+            assert one.default == by_kind.get(type(given), str(float(given)) if number else str(given)), key
+
+
+def test_every_key_has_a_meaning_and_a_kernel_its_name() -> None:
+    assert all(one.meaning.endswith(".") and one.type for one in arguments())
+    (kernels,) = (one.choices for one in arguments() if one.key == "model.attention")
+    assert kernels == tuple(gpt.KERNELS)
+
+
+def test_an_argument_without_a_meaning_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text('def data(*, path: str):\n    """Mine."""\n')
+    monkeypatch.setattr(room, "PACKAGE", tmp_path)
+    with pytest.raises(LookupError, match=r"distaccum\.mine\.data says nothing of path under Args:"):
+        room._signature("distaccum.mine.data")

@@ -24,6 +24,7 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.tools.profiling import ROWS, HostClock, PhaseTable, Timeline
 from distaccum.train.callbacks import Run
+from tests.support.runs import settings
 
 PAUSE_S = 0.01
 
@@ -117,15 +118,8 @@ class Breaks(Callback):
 
 
 def _config(profile: Mapping[str, Any], **trainer: Any) -> RunConfig:
-    values = {
-        "batch": {"global_size": 8, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 8, "log_every": 1, "eval_every": 0, "verify": "never", **trainer},
-        "checkpoint": {"every": 4},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "profile": dict(profile),
-    }
-    return RunConfig.from_dict(values)
+    trainer = {"max_steps": 8, "log_every": 1, "eval_every": 0, "verify": "never", **trainer}
+    return settings((8, 4), trainer, save=4, profile=dict(profile))
 
 
 def _plain(folder: Path, profile: Mapping[str, Any], **more: Any) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from distaccum import Accumulator, CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import Accumulator, CrossEntropy, DataSpec, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.config.trainer import EvalConfig
 from distaccum.data.datasets.tokenizer import ByteTokenizer, train_tokenizer
@@ -23,6 +23,7 @@ from distaccum.losses.transformers import CausalLM
 from distaccum.models.gpt import GPT
 from distaccum.tools.texts import Prompts, Texts
 from distaccum.train.metrics.console import _line
+from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
 BYTES = 256
@@ -54,19 +55,10 @@ def _trainer(
     compile: Any = "none",  # noqa: A002  torch's own word
     eval_every: int = 1,
     lr: float = 0.01,
-    **settings: Any,
+    **texts: Any,
 ) -> Trainer:
-    values: dict[str, Any] = {
-        "batch": {"global_size": 4, "micro_size": 2},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "optim": {"lr": lr},
-        "trainer": {"max_steps": 2, "eval_every": eval_every},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "report": False, "wandb": {"mode": "disabled"}, **(metrics or {})},
-        "compile": compile,
-        "eval": settings,
-    }
-    config = RunConfig.from_dict(values)
+    trainer, metrics = {"max_steps": 2, "eval_every": eval_every}, {"report": False, **(metrics or {})}
+    config = settings((4, 2), trainer, metrics=metrics, optim={"lr": lr}, compile=compile, eval=texts)
     return Trainer(model, loss or CrossEntropy(), data or _data(), config=config, run_dir=folder)
 
 

@@ -15,25 +15,19 @@ import torch
 from torch import nn
 
 from distaccum import CrossEntropy, DataSpec, Trainer
-from distaccum.config.schema import RunConfig
 from distaccum.tools import verify
 from distaccum.train.owner import Holder
 from tests.support.faults import has
+from tests.support.runs import settings
 
 
 @pytest.fixture
 def run(gloo_world: Any, tmp_path: Path) -> Path:
     """Two checkpoints, of steps 9 and 10."""
-    config = {
-        "batch": {"global_size": 4, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 10, "eval_every": 0, "log_every": 1},
-        "checkpoint": {"every": 1, "keep": 2},
-        "metrics": {"wandb": {"mode": "disabled"}},
-    }
+    config = settings((4, 4), {"max_steps": 10, "eval_every": 0, "log_every": 1}, save=1, checkpoint={"keep": 2})
     data = DataSpec(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)])
     folder = tmp_path / "run"
-    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=RunConfig.from_dict(config), run_dir=folder).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=config, run_dir=folder).fit()
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The lock files, and the lines that install what they leave out."""
+"""What is installed: the lock files, the lines that install what they leave out, and the table of versions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from packaging.utils import canonicalize_name
 
 from distaccum.config import extras
 from distaccum.config.extras import install_command
+from distaccum.engines.deepspeed.internals import WORKING
+from distaccum.engines.fsdp2.internals import NEWEST, OLDEST
 from distaccum.tools.command_line import from_hydra
 from tests.support.commands import ROOT
+from tests.support.versions import DOCUMENT, ENGINES, STAGES, rows_of, written
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = sysconfig.get_path("purelib")  # setuptools, once imported, shows copies of packages that it carries
@@ -110,3 +113,26 @@ def test_without_submitit_its_launcher_names_the_extra() -> None:
 def test_without_its_sweeper_optuna_names_the_extra() -> None:
     error = MissingConfigException("Could not find 'hydra/sweeper/optuna' ...", "hydra/sweeper/optuna", ["basic"])
     assert "'distaccum[sweep]'" in str(from_hydra(error, ["-m", "hydra/sweeper=optuna"]))
+
+
+TEXT = DOCUMENT.read_text()
+ROWS = rows_of(TEXT)
+
+
+def test_the_script_would_write_the_table_as_it_stands() -> None:
+    assert written(TEXT, ROWS) == TEXT
+
+
+def test_every_cell_is_exact_or_refused() -> None:
+    assert {cell for cells in ROWS.values() for cell in cells} <= {"exact", "refused"}
+
+
+@pytest.mark.parametrize("torch", [f"{OLDEST}.0", "2.10.0", "2.13.0", f"{NEWEST}.0"])
+def test_the_oldest_and_the_newest_that_are_said_to_work_were_run(torch: str) -> None:
+    assert all(ROWS[torch, "", engine] == ("exact",) * 4 for engine in ENGINES)
+    assert all(ROWS[torch, WORKING[1], stage] == ("exact",) * 4 for stage in STAGES)
+
+
+@pytest.mark.parametrize("torch", [OLDEST, NEWEST])
+def test_the_oldest_deepspeed_was_run_with_both_ends(torch: str) -> None:
+    assert {(f"{torch}.0", WORKING[0], stage) for stage in STAGES} <= ROWS.keys()

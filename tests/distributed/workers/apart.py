@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator, Callback, DataSpec, RunConfig, Trainer, World
+from distaccum import Accumulator, Callback, DataSpec, Trainer, World
 from distaccum.errors import DistaccumError
+from tests.support.answers import give
+from tests.support.runs import settings
 
 SAMPLES, GLOBAL_SIZE, MICRO_SIZE = 21, 8, 2  # the last window: two micro-batches on rank 0, one or two on rank 1
 
@@ -271,13 +272,7 @@ class Squares:
 def run(world: World) -> None:
     """A run that saves no checkpoint."""
     model = make()
-    settings = {
-        "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
-        "optim": {"clip_norm": None},
-        "trainer": {"max_steps": 3},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    config = settings((GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 3}, optim={"clip_norm": None}, schedule={})
     trainer = Trainer(
         model,
         Squares(),
@@ -285,7 +280,7 @@ def run(world: World) -> None:
         optimizer=SGD(model.parameters(), lr=0.05),
         callbacks=[Editor(model, world.rank)],
         run_dir=Path(sys.argv[1]).parent / "run",
-        config=RunConfig.from_dict(settings),
+        config=config,
     )
     trainer.fit()
 
@@ -330,5 +325,4 @@ if __name__ == "__main__":
         except DistaccumError as problem:
             said = f"{type(problem).__name__}: {problem}"
         found[name] = joined.all_gather_object(said)
-    if joined.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    give(found, joined)

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from distaccum.engines.state import whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
 from distaccum.precision.loss_scale import LossScale
+from tests.support.answers import give
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -621,8 +620,7 @@ def main() -> None:
         began = time.monotonic()
         found[name] = PARTS[name](world)
         found[f"{name} seconds"] = time.monotonic() - began
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    give(found, world)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.engines.state import whole_state
+from tests.support.answers import give
 
 SAMPLES, GLOBAL, MICRO = 48, 24, 2  # shares of 24, 12, 8 and 6 samples: the same micro-batches on 1, 2, 3 and 4 ranks
 DATA: Any = list(torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0)).unbind())
@@ -82,8 +81,7 @@ def main() -> None:
         second.load_state_dict(first.state_dict())
         train(second, 1)
         found[name]["resumed"] = weights(second)
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    give(found, world)
 
 
 main()

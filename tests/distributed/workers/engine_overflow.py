@@ -8,19 +8,17 @@ gradient: the reference knows gradients without a model.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from tests.distributed.workers.engine_matrix import allow_fp16, weights_of
+from tests.support.answers import give
 from tests.support.engine_matrix import ENGINES
 
 RANKS, MICRO_SIZE, MICRO_STEPS, FEATURES, ROWS = 2, 2, 2, 4, 4  # all powers of two
@@ -161,10 +159,7 @@ def main() -> None:
     world = World.join()
     assert world.size == RANKS
     results = {engine: [trained(engine, case, world) for case in CASES] for engine in sys.argv[2:]}
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, results)
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    give(world.all_gather_object(results), world)
 
 
 if __name__ == "__main__":

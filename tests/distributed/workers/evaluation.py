@@ -15,11 +15,11 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from distaccum import Accumulator, DataSpec, Trainer, World
-from distaccum.config.schema import RunConfig
 from distaccum.data.spec import WorkerOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.evaluate import Evaluation
+from tests.support.runs import settings
 
 
 class OneRankStops(Callback):
@@ -39,12 +39,7 @@ def samples(size: int) -> Any:
 def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     source = DataSpec(train=samples(40), eval_dataset=samples(held_out), description="")
-    config = {
-        "batch": {"global_size": 8, "micro_size": 3},
-        "trainer": {"max_steps": 100, "eval_every": 2},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    config = settings((8, 3), {"max_steps": 100, "eval_every": 2}, schedule={})
     metrics: Any = {"acc": MulticlassAccuracy(num_classes=3, average="micro"), "auroc": MulticlassAUROC(num_classes=3)}
     if held_out < world.size:
         metrics = {}  # which need a sample on every rank
@@ -52,7 +47,7 @@ def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
         nn.Linear(4, 3),
         CrossEntropy(),
         source,
-        config=RunConfig.from_dict(config),
+        config=config,
         callbacks=[OneRankStops(world.rank)],
         metrics=metrics,
         run_dir=folder,

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer, World
+from distaccum import CrossEntropy, DataSpec, Trainer, World
+from tests.support.runs import settings
 
 SIZES = {"news": 7, "code": 3, "prose": 1}  # of at most 2: 4 batches, 3 of one sample, and one for both ranks
 
@@ -27,14 +28,9 @@ def made() -> nn.Module:
 
 def evaluated(engine: dict[str, Any], folder: Path, *, max_steps: int, workers: int) -> dict[str, float]:
     data = DataSpec(train=samples(16), eval_dataset={name: samples(size) for name, size in SIZES.items()})
-    config = {
-        "engine": engine,
-        "batch": {"global_size": 4, "micro_size": 2},
-        "trainer": {"max_steps": max_steps, "eval_every": 1, "num_workers": workers},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    return Trainer(made(), CrossEntropy(), data, config=RunConfig.from_dict(config), run_dir=folder).fit()
+    trainer = {"max_steps": max_steps, "eval_every": 1, "num_workers": workers}
+    config = settings((4, 2), trainer, engine=engine, schedule={})
+    return Trainer(made(), CrossEntropy(), data, config=config, run_dir=folder).fit()
 
 
 def in_fp64() -> dict[str, float]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -14,11 +13,9 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +30,7 @@ from distaccum.engines.fsdp2.engine import FSDP2Engine
 from distaccum.engines.modules import to_local
 from distaccum.errors import ConfigError
 from tests.distributed.workers.engine_matrix import weights_of
+from tests.support.answers import give
 
 FEATURES, WIDTH, BLOCKS = 5, 7, 3  # divided by nothing
 EPSILON = 1e-2  # see tests.support.engine_matrix
@@ -623,10 +621,7 @@ def main() -> None:
     world_module.GROUP_TIMEOUT = timedelta(seconds=100)  # ranks that wait for each other fail before the test's limit
     world = World.join()  # and leave the group before the interpreter ends, or gloo's threads may abort it
     results = {name: PARTS[name](world) for name in sys.argv[2:]}
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, results)
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    give(world.all_gather_object(results), world)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from distaccum import Accumulator, DataSpec, RunConfig, Trainer, World
+from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum import functional as da
 from tests.support import matrix
+from tests.support.answers import give
 from tests.support.matrix import GLOBAL_SIZE, SEED, Cell
+from tests.support.runs import settings
 
 
 def by_hand(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
@@ -59,21 +61,15 @@ def by_accumulator(cell: Cell, model: nn.Module, optimizer: Any, world: World) -
 def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
     """Level 3."""
     source = DataSpec(train=matrix.make_data(cell), eval_dataset=None, description="matrix", collate=matrix.collate)
-    config = {
-        "seed": SEED,
-        "batch": {"global_size": GLOBAL_SIZE, "micro_size": cell.micro},
-        "optim": {"clip_norm": None},
-        "trainer": {"max_steps": None, "max_epochs": 1, "log_every": 1000},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    trainer = {"max_steps": None, "max_epochs": 1, "log_every": 1000}
+    config = settings((GLOBAL_SIZE, cell.micro), trainer, seed=SEED, optim={"clip_norm": None}, schedule={})
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
             model,
             matrix.LOSSES[cell.loss](),
             source,
             optimizer=optimizer,
-            config=RunConfig.from_dict(config),
+            config=config,
             run_dir=folder,
         ).fit()
         world.barrier()
@@ -106,5 +102,4 @@ if __name__ == "__main__":
         errors.append(matrix.error(found, matrix.truth(cell)))
     everyone = torch.tensor(errors)
     torch.distributed.all_reduce(everyone, op=torch.distributed.ReduceOp.MAX)  # every rank must hold the gradient
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(everyone.tolist()))
+    give(everyone.tolist(), world)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum import DataSpec, RunConfig, Trainer
+from distaccum import DataSpec, Trainer
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.engines.state import from_bytes
 from distaccum.train.callbacks import Callback, Run
+from tests.support.runs import settings
 
 DTYPES = (torch.complex128, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool)
 
@@ -68,16 +69,8 @@ def _run(folder: Path, engine: str, steps: int, callbacks: tuple[Callback, ...] 
     data = DataSpec(
         train=[(row, row.sum(0, keepdim=True)) for row in x], eval_dataset=[(x[0], x[0, :1])] * 4, description=""
     )
-    config = RunConfig.from_dict(
-        {
-            "batch": {"global_size": 16, "micro_size": 4},
-            "trainer": {"max_steps": steps, "log_every": 1, "eval_every": 2},
-            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-            "checkpoint": {"every": 2, "keep": 0},
-            "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-            "resume": "auto",
-        }
-    )
+    trainer = {"max_steps": steps, "log_every": 1, "eval_every": 2}
+    config = settings((16, 4), trainer, save=2, checkpoint={"keep": 0}, resume="auto")
     torch.manual_seed(0)
     model = Odd()
     Trainer(model, SquaredError(), data, engine=engine, config=config, run_dir=folder, callbacks=callbacks).fit()

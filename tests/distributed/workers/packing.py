@@ -18,6 +18,7 @@ from distaccum import Accumulator, CrossEntropy, World
 from distaccum.config.batch import BatchConfig
 from distaccum.train.packing import check_model, pack
 from tests.distributed.workers.engine_matrix import weights_of
+from tests.support.answers import give
 from tests.support.engine_matrix import ENGINES
 from tests.support.packing import WINDOW, descend, make_model, off, spec
 
@@ -59,5 +60,4 @@ def errors(engine: str, positions: str, updates: int, world: World) -> tuple[flo
 if __name__ == "__main__":
     joined = World.join()
     answers = [errors(*cell, joined) for cell in json.loads(Path(sys.argv[2]).read_text())]
-    if joined.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(answers))
+    give(answers, joined)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -15,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum import Accumulator, Callback, RunConfig, Trainer, World
+from distaccum import Accumulator, Callback, Trainer, World
 from distaccum.data.hooks import Hooks
 from distaccum.errors import DistaccumError
 from distaccum.testing.counters import OperationCounter
+from tests.support.answers import give
+from tests.support.runs import settings
 
 MICRO_SIZE, STEPS, GLOBAL_SIZE = 1, 16, 32  # sixteen micro-batches on each rank: compared every second window
 
@@ -99,14 +100,8 @@ def by_trainer(world: World, folder: Path) -> dict[str, Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         callbacks=[Spoiler(model, world.rank)],
         run_dir=folder,
-        config=RunConfig.from_dict(
-            {
-                "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
-                "optim": {"clip_norm": None},
-                "trainer": {"max_steps": 8, "log_every": 1},
-                "checkpoint": {"every": 3},
-                "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-            }
+        config=settings(
+            (GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 8, "log_every": 1}, save=3, optim={"clip_norm": None}, schedule={}
         ),
     )
     try:
@@ -153,5 +148,4 @@ if __name__ == "__main__":
     found["trainer"] = joined.all_gather_object(by_trainer(joined, Path(sys.argv[2])))
     counted = [operators(joined, riding=riding) for riding in (True, False)]
     found["operators"] = joined.all_gather_object(counted)
-    if joined.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+    give(found, joined)

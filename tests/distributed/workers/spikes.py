@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from distaccum import Callback, DistaccumError, RunConfig, Trainer, World
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.data.plan.shuffle import Shuffle
+from tests.support.answers import give
 
 GLOBAL_SIZE, WINDOWS, FEATURES, RATE, CLIP = 8, 60, 4, 0.02, 1.0
 ZSCORE, REMEMBERED, EVERY, UPDATES = 8.0, 16, 5, 30
@@ -257,5 +258,4 @@ if __name__ == "__main__":
         kind, _, case = name.rpartition(": ")
         run = stopped if kind else compared
         found[name] = run(Path(folder) / name.replace(" ", "-"), json.loads(engine), CASES[case])
-    if joined.is_main:
-        Path(result).write_text(json.dumps(found))
+    give(found, joined)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from distaccum import DataSpec, RunConfig, Trainer, World
+from distaccum import DataSpec, Trainer, World
+from tests.support.runs import settings
 
 SAMPLES = (21, 13)  # of each rank
 
@@ -64,14 +65,7 @@ if __name__ == "__main__":
     for kind in kinds.split(","):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        config = {
-            "batch": {"global_size": 8, "micro_size": 2},
-            "optim": {"optimizer": {"_target_": "torch.optim.AdamW"}},
-            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-            "trainer": {"max_steps": int(steps), "log_every": 1},
-            "checkpoint": {"every": 3},
-            "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-            "resume": resume,
-        }
+        optim = {"optimizer": {"_target_": "torch.optim.AdamW"}}
+        config = settings((8, 2), {"max_steps": int(steps), "log_every": 1}, save=3, optim=optim, resume=resume)
         source = DataSpec(train=stream(kind, world.rank), eval_dataset=None, description=kind, collate=collate)
-        Trainer(model, Squares(), source, config=RunConfig.from_dict(config), run_dir=f"{folder}/{kind}").fit()
+        Trainer(model, Squares(), source, config=config, run_dir=f"{folder}/{kind}").fit()

@@ -23,12 +23,13 @@ import torch
 import torch._dynamo  # every optimizer imports it, in each child again
 from torch import nn
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint import files
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.testing import single_process_world
 from tests.support import failing_io
 from tests.support.failing_io import ALWAYS, READS, WRITES
+from tests.support.runs import settings
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 STEPS = 3
@@ -36,18 +37,11 @@ STEPS = 3
 
 def train(folder: Path, steps: int) -> None:
     """Goes on to so many updates, each saved."""
-    config = {
-        "batch": {"global_size": 4, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 0, "log_every": 1},
-        "checkpoint": {"every": 1, "keep": 2, "background": "BACKGROUND" in os.environ},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    }
+    trainer = {"max_steps": steps, "eval_every": 0, "log_every": 1}
+    saves = {"every": 1, "keep": 2, "background": "BACKGROUND" in os.environ}
+    config = settings((4, 4), trainer, checkpoint=saves, resume="auto")
     torch.manual_seed(0)
-    Trainer(
-        nn.Linear(4, 3), CrossEntropy(), DataSpec(train=DATA), config=RunConfig.from_dict(config), run_dir=folder
-    ).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), DataSpec(train=DATA), config=config, run_dir=folder).fit()
 
 
 def found(folder: Path) -> dict[str, Any]:

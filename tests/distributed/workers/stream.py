@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum import Accumulator, Trainer, World
-from distaccum.config.schema import RunConfig
 from distaccum.train.callbacks import Callback
+from tests.support.answers import give
+from tests.support.runs import settings
 
 GLOBAL_SIZE, MICRO_SIZE, WIDTH = 8, 2, 3
 BATCHES = {"7 and 4": (7, 4), "5 and 0": (5, 0)}
@@ -94,15 +92,10 @@ def by_accumulator(stream: Stream, world: World, *, counted: bool) -> list[dict[
 def by_trainer(stream: Stream, world: World) -> list[dict[str, Any]]:
     """Two epochs of the samples themselves."""
     model, optimizer, loss, recorder = make()
-    config = {
-        "batch": {"global_size": GLOBAL_SIZE, "micro_size": MICRO_SIZE},
-        "optim": {"clip_norm": None},
-        "trainer": {"max_steps": 1000, "max_epochs": 2, "verify": "never"},  # the loss notes the samples of each call
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    trainer = {"max_steps": 1000, "max_epochs": 2, "verify": "never"}  # the loss notes the samples of each call
+    config = settings((GLOBAL_SIZE, MICRO_SIZE), trainer, optim={"clip_norm": None}, schedule={})
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(model, loss, stream, optimizer=optimizer, config=RunConfig.from_dict(config), run_dir=folder).fit()
+        Trainer(model, loss, stream, optimizer=optimizer, config=config, run_dir=folder).fit()
         world.barrier()
     return recorder.windows
 
@@ -116,5 +109,4 @@ if __name__ == "__main__":
             "counted afterwards": by_accumulator(stream, world, counted=False),
             "trainer": by_trainer(stream, world),
         }
-    if world.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(results))
+    give(results, world)

@@ -25,6 +25,7 @@ from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
 from distaccum.verification import proof
 from tests.distributed.workers.engine_matrix import allow_fp16
+from tests.support.answers import give
 from tests.support.engine_matrix import ENGINES
 
 FEATURES, MARK = 4, 256
@@ -286,5 +287,4 @@ if __name__ == "__main__":
     world_module.GROUP_TIMEOUT = timedelta(seconds=30)
     joined = World.join()
     answer: Any = main([Run(**values) for values in json.loads(Path(sys.argv[2]).read_text())], joined)
-    if joined.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(answer))
+    give(answer, joined)

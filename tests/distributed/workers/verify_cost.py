@@ -6,10 +6,7 @@ replicas.
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from distaccum import Accumulator, CrossEntropy, World
 from distaccum.data.hooks import Hooks
 from distaccum.models.gpt import GPT
 from distaccum.testing.counters import OperationCounter
+from tests.support.answers import give
 
 STEPS = 8  # micro-batches of a window on each rank
 KINDS = ("aten ops", "gradient reductions", "other reductions", "other bytes", "other collectives")
@@ -58,5 +56,4 @@ if __name__ == "__main__":
     logging.getLogger("distaccum").setLevel(logging.ERROR)
     every = counts(joined, "never", riding=True, windows=1)["every"]
     answer = {mode: counts(joined, verify, riding=riding, windows=every) for mode, (verify, riding) in MODES.items()}
-    if joined.is_main:
-        Path(sys.argv[1]).write_text(json.dumps(answer))
+    give(answer, joined)

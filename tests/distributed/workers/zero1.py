@@ -111,8 +111,7 @@ def main() -> None:
             whole, dealt = (trained(make, engine, world, **clip) for engine in ("ddp", "zero1"))
             dealt["same"] = torch.equal(dealt.pop("weights"), whole.pop("weights"))
             found[f"{name}, clipped" if clip else name] = {"ddp": whole, "zero1": dealt}
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, found)
+    everyone = world.all_gather_object(found)
     if world.is_main:
         largest = max(p.numel() for p in Model(16).parameters())
         total = sum(p.numel() for p in Model(16).parameters())

@@ -1,19 +1,23 @@
-"""Leases, the next lives, and when the store and a stalled agent leave."""
+"""Agents: their keys of the store, leases, next lives, when the store and a stalled one leave; their command line."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from distaccum.elastic.agent import stall, store_process
-from distaccum.elastic.agent.board import Board
+from distaccum.elastic.agent.board import Board, View, Word, has_ended
 from distaccum.elastic.agent.lease import LEASE_S, Lease
 from distaccum.elastic.agent.respawns import MOST_SHORT, PAUSE_S, SHORT_S, Respawns
+from distaccum.elastic.agent.settings import Settings
 from distaccum.elastic.agent.stall import StallGuard
 from distaccum.elastic.agent.store_process import ALONE_S, LINGER_S, SILENT_S, Watch
 from distaccum.elastic.agent.workers import how
+from distaccum.errors import ConfigError
 
 
 def test_a_node_whose_beats_stop_is_silent_and_one_that_never_came_is_not() -> None:
@@ -112,3 +116,135 @@ def test_an_agent_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     guard.close()
+
+
+def test_all_have_the_run_of_who_came_first() -> None:
+    store = HashStore()
+    first, second = Board(store), Board(store)
+    assert first.prefix == second.prefix == f"elastic/{first.run}"
+    assert Board(HashStore()).run != first.run
+
+
+def test_who_comes_first_says_the_shape_and_so_view_0() -> None:
+    store = HashStore()
+    first, second = Board(store), Board(store)
+    assert first.agree_shape(2, 2) == (2, 2)
+    assert second.agree_shape(2, 4) == (2, 2)
+    assert second.new_views() == [View(0, ("0.0.1", "0.1.1", "1.0.1", "1.1.1"))]
+    assert second.new_views() == []
+
+
+def test_lives_are_never_used_again() -> None:
+    store = HashStore()
+    assert Board(store).lives(0, 1) == 0
+    assert [Board(store).new_life(0, 1) for _ in range(2)] == [1, 2]
+    assert Board(store).new_life(1, 0) == 1
+    assert Board(store).lives(0, 1) == 2
+
+
+def test_words_come_once_and_in_order() -> None:
+    store = HashStore()
+    reader, writer = Board(store), Board(store)
+    assert reader.new_words() == []
+    writer.tell_gone("0.0.1", "was killed by SIGKILL")
+    reader.tell_gone("1.0.1", "ended with exit code 1")
+    assert reader.new_words() == [Word("0.0.1", "was killed by SIGKILL"), Word("1.0.1", "ended with exit code 1")]
+    assert reader.new_words() == []
+
+
+def test_a_word_that_is_still_being_written_comes_later() -> None:
+    store = HashStore()
+    board = Board(store)
+    keys = PrefixStore(board.prefix, store)
+    number = keys.add("word-numbers", 1)
+    board.tell_gone("0.1.1", "ended with exit code 1")
+    assert [word.member for word in board.new_words()] == ["0.1.1"]
+    keys.set(f"word/{number}", json.dumps({"member": "0.0.1", "how": "was killed by SIGKILL"}))
+    keys.add("words", 1)
+    assert [word.member for word in board.new_words()] == ["0.0.1"]
+
+
+def test_views_are_found_past_the_newest_that_is_told() -> None:
+    store = HashStore()
+    board = Board(store)
+    board.agree_shape(1, 2)
+    keys = PrefixStore(board.prefix, store)
+    for generation, members in ((1, ["0.1.1"]), (2, ["0.1.1", "0.0.2"])):
+        keys.set(f"view/{generation}", json.dumps({"generation": generation, "members": members}))
+    assert [view.generation for view in board.new_views()] == [0, 1, 2]
+    assert board.view.members == ("0.1.1", "0.0.2")
+
+
+def test_candidates() -> None:
+    store = HashStore()
+    board = Board(store)
+    keys = PrefixStore(board.prefix, store)
+    assert board.candidates() == []
+    keys.set("candidate-number/1", "0.0.2")
+    keys.add("candidates", 2)  # the second is still being written
+    assert board.candidates() == ["0.0.2"]
+    keys.set("candidate-number/2", "0.1.2")
+    assert board.candidates() == ["0.0.2", "0.1.2"]
+
+
+def test_a_job_ends_once() -> None:
+    store = HashStore()
+    assert not has_ended(store)
+    board = Board(store)
+    assert (board.ended(), board.why(), has_ended(store)) == (None, "", False)
+    board.end(1, "no rank is left")
+    board.end(0, "")
+    assert (board.ended(), board.why(), has_ended(store)) == (1, "no rank is left", True)
+
+
+def test_alone_nothing_has_to_be_said() -> None:
+    assert Settings.of([], {}) == Settings()
+    assert Settings.of([], {"NPROC": "3"}).nproc == 3
+
+
+def test_flags_and_overrides_stand_in_any_order() -> None:
+    words = ["seed=1", "--nproc", "4", "--nnodes=2", "model.n_layer=1", "--rdzv=n1:29500", "--node-rank", "1", "+x=2"]
+    read = Settings.of(words, {"NPROC": "3"})
+    assert (read.nproc, read.nnodes, read.node, read.host, read.port) == (4, 2, 1, "n1", 29500)
+    assert read.overrides == ("seed=1", "model.n_layer=1", "+x=2")
+
+
+def test_what_the_configuration_says_of_elastic_is_read_and_left_to_the_workers() -> None:
+    words = ["elastic.rejoin=true", "elastic.min_ranks=2", "elastic.expel_after=1m", "++elastic.rejoin=False"]
+    read = Settings.of(words, {})
+    assert (read.rejoin, read.least, read.expel_after_s) == (False, 2, 60.0)
+    assert read.overrides == tuple(words)
+    assert Settings.of(["elastic.expel_after=2.5"], {}).expel_after_s == 2.5
+    assert Settings.of(["elastic.expel_after='0:20'"], {}).expel_after_s == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc=x", "--nproc=x: not a number of processes. "),
+        ("--nproc 0", "--nproc=0: not a number of processes. "),
+        ("--nproc", "--nproc: no value follows it. "),
+        ("--nprocs 2", "--nprocs: no such flag; did you mean --nproc"),
+        ("--nnodes=two", "--nnodes=two: not a number of nodes. "),
+        ("--nnodes=2 --node-rank=0", "--rdzv: not given, and 2 nodes have nowhere to meet. "),
+        ("--nnodes=2 --rdzv=n1:1", "--node-rank=: not one of 2 nodes. Give each its own, 0 to 1"),
+        ("--nnodes=2 --rdzv=n1:1 --node-rank=2", "--node-rank=2: not one of 2 nodes. "),
+        ("--node-rank=1", "--node-rank=1: not one of 1 nodes. "),
+        ("--rdzv=n1", "--rdzv=n1: not HOST:PORT. "),
+        ("--rdzv=n1:70000", "--rdzv=n1:70000: not HOST:PORT. "),
+        ("-m seed=1,2", "-m: an elastic job is one run, and no sweep. "),
+        ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: an elastic job is one run"),
+        ("elastic.rejoin=maybe", "elastic.rejoin=maybe: neither true nor false. "),
+        ("elastic.min_ranks=0", "elastic.min_ranks=0: not a number of ranks. "),
+        ("elastic.expel_after=soon", "elastic.expel_after=soon: not a positive length of time. "),
+        ("elastic.expel_after=-1", "elastic.expel_after=-1.0: not a positive length of time. "),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        Settings.of(words.split(), {})
+
+
+def test_what_nproc_says_is_named_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"^NPROC=some: not a number of processes"):
+        Settings.of([], {"NPROC": "some"})

@@ -1,13 +1,18 @@
-"""Views, reports and the rules between them, by hand and for any reports."""
+"""Views, reports and the rules between them, by hand and in all states of small runs; how a group is left."""
 
 from __future__ import annotations
 
 import json
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from distaccum.elastic.group import polled_group
+from distaccum.elastic.group.polled_group import PolledGroup
 from distaccum.elastic.group.views import (
     NEWCOMER,
     Node,
@@ -19,6 +24,9 @@ from distaccum.elastic.group.views import (
     shares_of,
     source_of,
 )
+from distaccum.errors import DistaccumError
+from tests.support.elastic_model import Bounds, BrokenError, Found, Model, search
+from tests.support.elastic_mutants import MUTANTS
 
 VIEW = View(generation=3, members=("a", "b", "c"))
 
@@ -124,3 +132,120 @@ def test_each_block_is_in_one_share(told: list[tuple[int, tuple[Node, ...]]], bl
     for share, (position, nodes) in zip(shares, told, strict=True):
         assert set(share.held) <= set(nodes)
         assert position == furthest or not share.held
+
+
+def _search(bounds: Bounds, *, circles: bool = True) -> Found:
+    found = search(Model(bounds), circles=circles)
+    print(f"{bounds}: {found}")
+    assert found.lasts["done"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        Bounds(deaths=2, newcomers=1),
+        Bounds(deaths=1, newcomers=1, least=2, stages=True),
+        Bounds(deaths=1, slips=1, expulsions=1),
+        Bounds(deaths=1, lies=1, stages=True),
+        Bounds(deaths=2, newcomers=1, expulsions=1, windows=1, blocks=2),
+        Bounds(members=3, deaths=3, stages=True),
+        Bounds(members=3, deaths=2, windows=3, blocks=4),
+        Bounds(members=3, deaths=1, newcomers=1, windows=1, blocks=3),
+        Bounds(members=3, deaths=1, expulsions=1, windows=1, blocks=2),
+    ],
+    ids=str,
+)
+def test_all_states_of_a_small_run_hold(bounds: Bounds) -> None:
+    _search(bounds)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        Bounds(members=4, deaths=3),
+        Bounds(members=3, deaths=3, newcomers=1),
+        Bounds(members=3, deaths=1, slips=1, expulsions=1),
+        Bounds(members=3, deaths=1, newcomers=1, blocks=4),
+        Bounds(members=3, deaths=1, lies=1),
+        Bounds(members=2, deaths=2, newcomers=1, slips=1, expulsions=1, windows=1, blocks=2),
+        Bounds(members=2, deaths=2, newcomers=1, lies=1, windows=1, blocks=2),
+        Bounds(members=2, deaths=3, newcomers=1, windows=3, blocks=4, stages=True),
+    ],
+    ids=str,
+)
+def test_all_states_of_a_larger_run_hold(bounds: Bounds) -> None:
+    _search(bounds, circles=False)
+
+
+def test_without_faults_every_run_is_done() -> None:
+    assert set(_search(Bounds(members=3, deaths=0)).lasts) == {"done"}
+
+
+def test_a_run_ends_as_long_as_one_member_lives() -> None:
+    assert set(_search(Bounds(members=3, deaths=2)).lasts) == {"done"}
+
+
+def test_too_few_go_on_with_nothing() -> None:
+    assert set(_search(Bounds(members=2, deaths=1, least=2)).lasts) == {"done", "too few"}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_is_broken_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = MUTANTS[name]
+    mutant.apply(monkeypatch)
+    with pytest.raises(BrokenError, match=mutant.said) as raised:
+        search(Model(mutant.bounds, mutant.rules))
+    print(raised.value)
+
+
+class Work:
+    """An operation that gloo never ends."""
+
+    def is_completed(self) -> bool:
+        """Never."""
+        return False
+
+    def wait(self, _: timedelta) -> None:
+        """Not called."""
+
+
+class Gloo:
+    """Answers a receive with ``said``, once the connections were closed."""
+
+    def __init__(self, said: str) -> None:
+        self._said = ["Timed out waiting 1ms for recv operation to complete"], said
+        self.closed = 0
+
+    def recv(self, *_: Any) -> Any:
+        """Raises what gloo says."""
+        self.closed += 1
+        first, then = self._said
+        raise RuntimeError(first.pop() if first else then)
+
+
+def _left(said: str, monkeypatch: pytest.MonkeyPatch) -> Gloo:
+    monkeypatch.setattr(polled_group, "_UNTOLD_S", 0.05)
+    monkeypatch.setattr(polled_group, "_DRAIN_S", 0.3)
+    monkeypatch.setattr(polled_group, "_STUCK", [])
+    gloo = Gloo(said)
+    group = PolledGroup(gloo, HashStore(), 0, 2, lost=str, limit_s=lambda: None)
+    group._started.add(Work())
+    group.leave()
+    return gloo
+
+
+@pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]:1", "Application timeout caused pair closure"])
+def test_a_send_that_gloo_tells_nothing_of_a_closed_connection_holds_nobody_up(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gloo = _left(said, monkeypatch)
+    assert gloo.closed == 2
+    assert [gloo] == polled_group._STUCK  # or freeing it would wait for the send's time-out
+
+
+def test_with_a_connection_that_is_open_its_tensors_are_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DistaccumError, match="does not let go of the tensors"):
+        _left("Timed out waiting 1ms for recv operation to complete", monkeypatch)

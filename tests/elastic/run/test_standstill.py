@@ -1,14 +1,23 @@
-"""Which views come no further than the ones before, by the reports that all members read."""
+"""Which views come no further than the ones before; what agents must be told, and the entry point they start."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from distaccum.config.trainer import ElasticConfig
 from distaccum.elastic.engine.shares import LostStateError
 from distaccum.elastic.group.polled_group import ViewChangedError
 from distaccum.elastic.group.views import NEWCOMER, Report, View
+from distaccum.elastic.run.checks import expect_told
 from distaccum.elastic.run.joining import JoinsError
 from distaccum.elastic.run.standstill import Standstill, StandstillError
+from distaccum.errors import ConfigError
+from tests.support.commands import ROOT, environment
 
 OVERDUE = ViewChangedError("what another member owes has not come, and the others wait for 3 s (elastic.expel_after)")
 CHANGED = ViewChangedError("a member has left the group of generation 1")
@@ -85,3 +94,30 @@ def test_people_are_told_of_what_is_more_than_a_change(caplog: pytest.LogCapture
     for error in (CHANGED, JoinsError("a member waits to join"), OVERDUE, LostStateError("gone")):
         standstill.note(error)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [str(OVERDUE), "gone"]
+
+
+TOLD = {"min_ranks": 1, "rejoin": True, "expel_after": 30.0}
+
+
+@pytest.mark.parametrize("settings", [{}, {"expel_after": "0.5m"}, {"expel_after": 30}])
+def test_what_the_agents_go_by_is_what_is_configured(settings: dict[str, Any]) -> None:
+    expect_told(ElasticConfig(**settings), TOLD)
+    expect_told(ElasticConfig(min_ranks=7), {})  # a job of no agents
+
+
+@pytest.mark.parametrize(("key", "value"), [("min_ranks", 3), ("rejoin", False), ("expel_after", "60s")])
+def test_settings_of_a_file_that_the_agents_have_not_read_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"elastic\.{key}.*Write elastic\.{key}=\.\.\. there"):
+        expect_told(ElasticConfig(**{key: value}), TOLD)
+
+
+def test_without_an_agent_it_is_refused_by_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "distaccum.elastic.run", f"hydra.run.dir={tmp_path / 'run'}"]
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert "no agent of an elastic job has started this. Start `python -m distaccum.elastic`" in finished.stderr
+    assert finished.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()

@@ -1,16 +1,22 @@
-"""Each finding of the machine made true: limits in a child, a small /dev/shm, made-up control groups."""
+"""Each finding of the machine and the job made true; a probe that hangs, raises or crashes is a row."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import signal
+import subprocess
 from pathlib import Path
+from time import monotonic, sleep, time
 
 import pytest
 import torch
 
-from distaccum.tools.doctor.facts import Look
+from distaccum.tools.doctor.facts import Finding, Look
 from distaccum.tools.doctor.host import host
+from distaccum.tools.doctor.job import job, settings
+from distaccum.tools.doctor.limits import Probe, look
 from tests.tools.doctor.here import looked, mount, needs_mounts, notes, wrong
 
 SHARED = Path("/dev/shm")  # noqa: S108  what is looked at
@@ -115,3 +121,131 @@ def test_a_quota_of_the_older_control_groups(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
     found = looked(lambda: host(local_ranks=1, cpu_trains=True, root=tmp_path))
     assert found.value("cores") == min(1.5, CORES)
+
+
+def _lives(pid: int) -> bool:
+    """Not a zombie that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def test_one_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+    def hang() -> Look:
+        child = subprocess.Popen(["sleep", "600"])  # noqa: S607
+        (tmp_path / "pid").write_text(f"{os.getpid()} {child.pid}")
+        sleep(600)
+        return Look()
+
+    began = monotonic()
+    found = look(Probe(name="Disk", act=hang, limit_s=1, mend="mount"))
+    assert monotonic() - began < 60
+    assert [(fact.name, fact.text) for fact in found.facts] == [("Disk", "no answer within 1 s")]
+    assert found.findings == [Finding(what="Disk: no answer within 1 s", mend="mount")]
+    pids = list(map(int, (tmp_path / "pid").read_text().split()))
+    deadline = monotonic() + 20
+    while any(map(_lives, pids)) and monotonic() < deadline:
+        sleep(0.01)
+    assert not any(map(_lives, pids))
+
+
+def test_one_that_raises_says_why_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "abcdefgh12345678")
+
+    def fail() -> Look:
+        raise OSError(f"no route to\nhttps://x?key={os.environ['MY_API_KEY']}")
+
+    found = look(Probe(name="Network", act=fail, limit_s=20))
+    assert [fact.text for fact in found.facts] == [
+        "could not be looked at: OSError: no route to https://x?key=<redacted>"
+    ]
+    assert found.findings == []
+
+
+def test_one_that_crashes_is_told_of_and_what_it_prints_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    def crash() -> Look:
+        print("noise", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return Look()
+
+    found = look(Probe(name="GPUs", act=crash, limit_s=20))
+    assert [fact.text for fact in found.facts] == ["could not be looked at: its process was killed by SIGSEGV"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_found_comes_back_as_it_was() -> None:
+    given = Look()
+    given.tell("long", "x" * 300_000, [1, None, {"a": 2.5}])  # more than a pipe holds
+    given.find("what", "mend", wrong=False)
+    assert look(Probe(name="p", act=lambda: given, limit_s=20)) == given
+
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_key_in_the_environment_is_known_and_not_shown() -> None:
+    found = job({"WANDB_API_KEY": KEY, "WANDB_MODE": "online", "HOME": "/nowhere"})
+    assert found.value("W&B") == {"key": True, "mode": "online"}
+    assert found.findings == []
+    assert KEY not in json.dumps(found.to_json())
+
+
+def test_a_key_in_a_netrc_is_of_its_host_alone(tmp_path: Path) -> None:
+    (tmp_path / ".netrc").write_text(f"machine wandb.my.org login user password {KEY}\n")
+    mine = {"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.my.org:8080/x"}
+    found = job(mine)
+    assert found.findings == []
+    assert KEY not in json.dumps(found.to_json())
+    assert notes(job({"HOME": str(tmp_path)})) == [
+        "there is no key of W&B for api.wandb.ai: runs are written to disk alone (metrics.wandb.mode=offline)"
+    ]
+
+
+def test_online_without_a_key_is_wrong(tmp_path: Path) -> None:
+    assert wrong(job({"HOME": str(tmp_path), "WANDB_MODE": "online"})) == [
+        "WANDB_MODE=online, and there is no key for api.wandb.ai"
+    ]
+    assert job({"HOME": str(tmp_path), "WANDB_MODE": "offline"}).findings == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "signal", "noted"),
+    [
+        ("#SBATCH --signal=B:USR1@120", "--signal=B:USR1@120", 0),
+        ("#SBATCH --nodes=2 --signal USR1@90", "--signal=USR1@90", 0),
+        ("#SBATCH --nodes=2\n# --signal=B:USR1@120", "none", 1),
+    ],
+)
+def test_slurms_facts(lines: str, signal: str, noted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``scontrol`` is a program that prints the job's script; a real Slurm answers in tests/cluster/slurm."""
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\n[ \"$*\" = 'write batch_script 7 -' ] && cat <<'END'\n#!/bin/bash\n{lines}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+    found = job(variables | {"SLURM_JOB_END_TIME": str(int(time()) + 3600), "WANDB_MODE": "offline"})
+    assert found.value("Slurm") == {"job": "7", "nodes": 2, "names": "n[1-2]", "tasks": 4, "cores": None}
+    assert 3500 < found.value("time left") <= 3600
+    assert [fact.text for fact in found.facts if fact.name == "signal before the limit"] == [signal]
+    assert len(notes(found)) == noted
+    assert wrong(found) == []
+    late = job(variables | {"SLURM_JOB_END_TIME": str(int(time()) + 100), "WANDB_MODE": "offline"})
+    assert any(one.startswith("Slurm ends this job in ") for one in notes(late))
+
+
+@pytest.mark.parametrize(
+    ("told", "left"), [("1-02:03:04", 93784), ("19:05", 1145), ("UNLIMITED", None), ("INVALID", None)]
+)
+def test_the_time_left_by_the_queue(
+    told: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{told}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    assert job({"SLURM_JOB_ID": "7"}).value("time left") == left
+
+
+def test_settings_are_those_of_the_libraries_without_secrets() -> None:
+    given = {"NCCL_DEBUG": "INFO", "TORCH_API_TOKEN": KEY, "HOME": "/", "OMP_NUM_THREADS": "2"}
+    assert settings(given) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_API_TOKEN": "<redacted>"}

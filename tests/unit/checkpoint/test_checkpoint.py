@@ -1,3 +1,5 @@
+"""Checkpoints: what they hold, how one appears, takes the place of another, and which is the latest."""
+
 from __future__ import annotations
 
 import json
@@ -7,6 +9,7 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
+from distaccum.checkpoint import store as module
+from distaccum.checkpoint.files import write_text
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
@@ -264,3 +269,76 @@ def test_the_best_is_known_whenever_a_run_dies(gloo_world: World, tmp_path: Path
     (tmp_path / "best.json").write_text("[")
     assert store.best() is None
     assert (tmp_path / "damaged-best.json").read_text() == "["
+
+
+def _saved_by_hand(root: Path, step: int, world: World) -> None:
+    CheckpointStore(root, keep=1).save(step, world, lambda folder: (folder / "state.json").write_text("{}") and None)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_process_that_slept_before_it_wrote_names_what_another_has_saved(
+    gloo_world: World, tmp_path: Path, late: bool
+) -> None:
+    """The other process takes the run over within the first one's last write, before or after the file is written."""
+    writes = 0
+
+    def sleeps(path: Path, text: str) -> None:
+        nonlocal writes
+        writes += 1
+        if writes > 1:
+            write_text(path, text)
+            return
+        if late:
+            write_text(path, text)
+        _saved_by_hand(tmp_path, 2, gloo_world)
+        if not late:
+            write_text(path, text)
+
+    with patch.object(module, "write_text", sleeps):
+        _saved_by_hand(tmp_path, 1, gloo_world)
+    assert (tmp_path / "latest").read_text() == "step-2\n"
+    assert not (tmp_path / "step-1").exists()
+
+
+def save(store: CheckpointStore, world: World, content: str, *, again: bool = False) -> Path:
+    return store.save(5, world, lambda folder: (folder / "state.json").write_text(content) and None, again=again)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_new_one_replaces_it(gloo_world: World, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, gloo_world, "before")
+    path = save(store, gloo_world, "after", again=True)
+    assert path.joinpath("state.json").read_text() == "after"
+    assert store.newest_valid() == path
+    assert names(tmp_path) == ["latest", "step-5"]
+
+
+def test_one_that_cannot_be_written_leaves_the_one_before(gloo_world: World, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    path = save(store, gloo_world, "before")
+
+    def write(folder: Path) -> None:
+        folder.joinpath("state.json").write_text("half of")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        store.save(5, gloo_world, write, again=True)
+    assert store.newest_valid() == path
+    assert path.joinpath("state.json").read_text() == "before"
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_process_that_dies_in_between_loses_nothing(gloo_world: World, tmp_path: Path, published: bool) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    path = save(store, gloo_world, "before")
+    path.rename(tmp_path / ".replaced-step-5")  # where it died
+    if published:
+        save(store, gloo_world, "after")
+    store.recover()
+    assert store.newest_valid() == path
+    assert path.joinpath("state.json").read_text() == ("after" if published else "before")
+    assert names(tmp_path) == ["latest", "step-5"]

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint.store import MANIFEST, CheckpointStore, _seal, verify
 from distaccum.errors import CheckpointError, ConfigError
+from tests.support.runs import settings
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 FLIPS = 100
@@ -27,18 +28,10 @@ Says = Callable[[str], None]
 
 
 def _train(folder: Path, steps: int) -> None:
-    config = {
-        "batch": {"global_size": 4, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 0, "log_every": 1},
-        "checkpoint": {"every": 1, "keep": 2},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    }
+    trainer = {"max_steps": steps, "eval_every": 0, "log_every": 1}
+    config = settings((4, 4), trainer, save=1, checkpoint={"keep": 2}, resume="auto")
     torch.manual_seed(0)
-    Trainer(
-        nn.Linear(4, 3), CrossEntropy(), DataSpec(train=DATA), config=RunConfig.from_dict(config), run_dir=folder
-    ).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), DataSpec(train=DATA), config=config, run_dir=folder).fit()
 
 
 @pytest.fixture

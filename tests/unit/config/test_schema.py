@@ -1,7 +1,10 @@
+"""Settings: their types, names, defaults and groups; what cannot be is named by its key before anything starts."""
+
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,13 +13,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from distaccum.config.batch import BatchConfig
-from distaccum.config.checks import require_fraction
-from distaccum.config.engine import Zero1Config
+from distaccum.config.checks import require_fraction, seconds_of
+from distaccum.config.compile import COMPILED, CompileConfig
+from distaccum.config.engine import ENGINES, DDPConfig, DeepSpeedConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.instantiate import build
-from distaccum.config.precision import PRECISIONS, PrecisionConfig
+from distaccum.config.precision import ALIASES, PRECISIONS, PrecisionConfig, canonical
 from distaccum.config.schema import RunConfig, conf_dir, plain
 from distaccum.config.trainer import CheckpointConfig, OptimConfig, TrainerConfig
 from distaccum.errors import ConfigError
+from tests.support.commands import TRAIN, run
 
 
 def test_settings_are_typed_and_frozen() -> None:
@@ -299,3 +304,226 @@ def test_the_job_of_a_command_has_the_commands_name(config: str, name: str) -> N
     OmegaConf.register_new_resolver("distaccum.run_name", lambda *_: "run", replace=True)
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         assert compose(config, return_hydra_config=True).hydra.job.name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"name": "blocked"}, "compile"),
+        ({"name": "blocks", "blocks": "blocks.*"}, "compile.blocks"),
+        ({"name": "blocks", "blocks": [1]}, "compile.blocks"),
+        ({"name": "model", "blocks": ["blocks.*"]}, "compile.blocks"),
+        ({"blocks": ["blocks.*"]}, "compile.blocks"),
+        ({"name": "model", "mode": "reduce-overhead"}, "compile.mode"),
+        ({"name": "model", "mode": "max-autotune"}, "compile.mode"),
+        ({"name": "model", "mode": "fast"}, "compile.mode"),
+        ({"name": "model", "mode": "max-autotune-no-cudagraphs", "backend": "aot_eager"}, "compile.mode"),
+        ({"name": "model", "dynamic": "maybe"}, "compile.dynamic"),
+        ({"name": "model", "dynamic": 1}, "compile.dynamic"),
+        ({"name": "model", "dynamic": None}, "compile.dynamic"),
+        ({"name": "model", "fullgraph": 1}, "compile.fullgraph"),
+        ({"name": "model", "loss": "auto"}, "compile.loss"),
+        ({"name": "model", "graphs": 1}, "compile.graphs"),
+        ({"graphs": True}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "backend": "aot_eager"}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "dynamic": "auto"}, "compile.graphs"),
+        ({"name": "model", "graphs": True, "mode": "reduce-overhead"}, "compile.mode"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(given: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CompileConfig(**given)
+    assert caught.value.key == key
+
+
+def test_it_may_be_given_by_name() -> None:
+    assert CompileConfig.of("blocks") == CompileConfig(name="blocks")
+    assert RunConfig.from_dict({"compile": "model"}).compile == CompileConfig(name="model")
+    assert not RunConfig().compile.compiles
+    with pytest.raises(ConfigError, match="neither a name nor settings but bool"):
+        CompileConfig.of(True)  # type: ignore[arg-type]
+
+
+def test_the_groups_compose_to_what_they_name() -> None:
+    assert {path.stem for path in (conf_dir() / "compile").glob("*.yaml")} == {*COMPILED}
+    for name in COMPILED:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = compose("config", [f"compile={name}", "compile.dynamic=auto"]).compile
+        node: Any = OmegaConf.to_container(composed)
+        assert RunConfig.from_dict({"compile": node}).compile == CompileConfig(name=name, dynamic="auto")
+
+
+@pytest.mark.parametrize(
+    ("batch", "limits", "size", "evaluated"),
+    [
+        ({}, True, 8, 8),
+        ({"micro_tokens": 100}, False, None, 8),
+        ({"micro_tokens": 100, "micro_size": "auto"}, False, None, 8),
+        ({"micro_tokens": 100, "global_size": 4}, False, None, 4),
+        ({"micro_tokens": 100, "micro_size": 3}, True, 3, 3),
+        ({"micro_tokens": 100, "micro_size": "3"}, True, 3, 3),
+        (
+            {"micro_tokens": "100", "global_size": None, "tokens": 200},
+            False,
+            None,
+            8,
+        ),  # of ${oc.env:...}
+    ],
+)
+def test_samples_are_limited_too_where_their_number_is_stated(
+    batch: dict[str, Any], limits: bool, size: int | None, evaluated: int
+) -> None:
+    made = RunConfig.from_dict({"batch": batch}).batch
+    for found in (made, replace(made), RunConfig.from_dict({"batch": asdict(made)}).batch):
+        assert (found.limits_samples, found.micro_size, found.first_micro_size) == (limits, size, evaluated)
+        assert found.micro_tokens == (100 if batch else None)
+        assert not found.rehearses
+
+
+@pytest.mark.parametrize("size", [None, "auto", 3])
+def test_it_is_rehearsed(size: int | str | None) -> None:
+    made = RunConfig.from_dict({"batch": {"micro_tokens": "auto", "micro_size": size}}).batch
+    for found in (made, replace(made), RunConfig.from_dict({"batch": asdict(made)}).batch):
+        assert found.rehearses
+        assert (found.micro_tokens, found.micro_size) == ("auto", 3 if size == 3 else None)
+        assert found.first_micro_size == (3 if size == 3 else 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"micro_tokens": 0}, "=0: must be at least 1"),
+        ({"micro_tokens": "many"}, "=many: not of type int"),
+        ({"micro_tokens": True}, "=True: not of type int"),
+        ({"micro_tokens": 9.5}, "=9.5: not of type int"),
+        ({"micro_tokens": 9, "packing": "documents"}, "=9: and batch.packing=documents packs a number of samples"),
+        ({"micro_tokens": 9, "pad_rows": True}, "=9: and batch.pad_rows=true fills micro-batches up"),
+    ],
+)
+def test_what_it_does_not_take(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^batch\.micro_tokens{message}"):
+        BatchConfig(**batch)
+    with pytest.raises(ConfigError, match=r"^batch\.micro_size=many: not of type int"):
+        BatchConfig(micro_tokens=9, micro_size="many")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"trainer": {"on_spike": "stop"}}, "trainer.on_spike=stop: no such choice"),
+        ({"trainer": {"spike_zscore": 0}}, "trainer.spike_zscore=0"),
+        ({"trainer": {"spike_window": 1}}, "trainer.spike_window=1: must be at least 2"),
+        ({"trainer": {"on_spike": "rollback"}, "checkpoint": {"every": 0}}, "checkpoint.every=0 saves nothing to roll"),
+        ({"checkpoint": {"every_minutes": 0}}, "checkpoint.every_minutes=0"),
+        ({"checkpoint": {"every_minutes": "soon"}}, "checkpoint.every_minutes"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_dict(settings)
+    assert said in str(error.value)
+
+
+def test_the_clock_alone_is_enough_to_roll_back_and_to_keep_the_best() -> None:
+    settings = {"every": 0, "every_minutes": 30, "best": "eval_loss"}
+    config = RunConfig.from_dict({"trainer": {"on_spike": "rollback"}, "checkpoint": settings})
+    assert config.checkpoint.saves
+    assert config.checkpoint.every_minutes == 30
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_off_may_be_what_yaml_makes_of_it(off: Any) -> None:
+    assert RunConfig.from_dict({"trainer": {"on_spike": off}}).trainer.on_spike == "off"
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path: Any) -> None:
+    finished = run("--cfg", "job", "trainer.on_spike=off", "checkpoint.every_minutes=15", script=TRAIN, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "every_minutes: 15" in finished.stdout
+    assert run("--check", "trainer.on_spike=off", script=TRAIN, cwd=tmp_path).returncode == 0
+
+
+def test_the_yaml_files_list_the_defaults_of_the_dataclasses() -> None:
+    """The dataclass has a default; its YAML is where people read it."""
+    listed = {
+        path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (conf_dir() / "engine").glob("*.yaml")
+    }
+    assert listed == {name: asdict(kind()) for name, kind in ENGINES.items()}
+    assert OmegaConf.to_container(OmegaConf.load(conf_dir() / "precision" / "fp32.yaml")) == asdict(PrecisionConfig())
+
+
+def test_an_alias_names_a_precision_and_hides_none() -> None:
+    assert {canonical(alias) for alias in ALIASES} <= {*PRECISIONS}
+    assert [canonical(name) for name in PRECISIONS] == [*PRECISIONS]
+    assert canonical("fp8") == "fp8"
+
+
+@pytest.mark.parametrize("engine", [None, FSDP2Config, {"name": "fsdp2"}, 3, "horovod"])
+def test_what_is_no_engine_is_refused(engine: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^engine.*Use one of ddp, zero1, fsdp2, deepspeed"):
+        engine_config(engine)
+    if not isinstance(engine, dict):
+        with pytest.raises(ConfigError, match=r"^engine.*Use one of ddp, zero1, fsdp2, deepspeed"):
+            RunConfig.from_dict({"engine": engine})
+
+
+@pytest.mark.parametrize("engine", [FSDP2Config(sync="every"), Zero1Config(), DeepSpeedConfig(stage=3, json={"a": 1})])
+def test_settings_are_taken_as_they_are(engine: Any) -> None:
+    assert engine_config(engine) is engine
+    assert RunConfig.from_dict({"engine": engine}).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DDPConfig(bucket_cap_mb="25"), r"engine\.bucket_cap_mb=25: not of type float"),  # type: ignore[arg-type]
+        (lambda: DDPConfig(find_unused_parameters=1), r"engine\.find_unused_parameters=1: not of type bool"),  # type: ignore[arg-type]
+        (lambda: FSDP2Config(replicas=True), r"engine\.replicas=True: not of type int"),
+        (lambda: FSDP2Config(blocks="layers.*"), r"engine\.blocks=layers\.\*: not of type list"),  # type: ignore[arg-type]
+        (lambda: FSDP2Config(blocks=[3]), r"engine\.blocks=\[3\]: not of type list\[str\]"),  # type: ignore[list-item]
+        (lambda: DeepSpeedConfig(stage=2.0), r"engine\.stage=2\.0: not of type int"),  # type: ignore[arg-type]
+        (lambda: DeepSpeedConfig(offload_optimizer="cpu"), r"engine\.offload_optimizer=cpu: not of type bool"),  # type: ignore[arg-type]
+        (lambda: DDPConfig(name="fsdp2"), r"engine\.name=fsdp2: this is DDPConfig"),
+        (lambda: Zero1Config(name="ddp"), r"engine\.name=ddp: this is Zero1Config"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+    assert DDPConfig(bucket_cap_mb=1).bucket_cap_mb == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("00:00:01", 1),
+        ("12:00:00", 43200),
+        ("30:00", 1800),
+        ("1-12:00:00", 129600),
+        ("01:12:00:00", 129600),
+        ("90s", 90),
+        ("1.5m", 90),
+        ("12h", 43200),
+        ("2d", 172800),
+        (90, 90),
+        (0.5, 0.5),
+        ("100:00:00", 360000),
+    ],
+)
+def test_what_people_write(text: object, seconds: float) -> None:
+    assert seconds_of("trainer.max_time", text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "12", "0s", 0, -3, "1-2", "1-30:00", "12:", "a", "1w", True, float("inf"), [1]]
+)
+def test_what_is_none(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.max_time=.*not a positive length of time.*HH:MM:SS"):
+        seconds_of("trainer.max_time", text)
+
+
+def test_the_setting_is_checked_before_anything_starts() -> None:
+    assert RunConfig.from_dict({"trainer": {"max_time": "1-00:00:00"}}).trainer.max_time == "1-00:00:00"
+    with pytest.raises(ConfigError, match=r"trainer\.max_time=soon"):
+        RunConfig.from_dict({"trainer": {"max_time": "soon"}})

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum import Accumulator, CausalLM, ConfigError, CrossEntropy, DataSpec, PadCollator, RunConfig, Trainer
+from distaccum import Accumulator, CausalLM, ConfigError, CrossEntropy, DataSpec, PadCollator, Trainer
 from distaccum.config.batch import BatchConfig
 from distaccum.data.packing import PackCollator, rows_of
 from distaccum.distributed.world import World
@@ -21,6 +21,7 @@ from distaccum.engines.state import whole_state
 from distaccum.models import gpt
 from distaccum.train.packing import check_model, pack
 from tests.support.packing import LENGTHS, VOCABULARY, descend, documents, make_model, off, spec
+from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
 
@@ -136,19 +137,13 @@ def test_a_causal_model_of_transformers_tells_documents_apart(gloo_world: World)
     assert loss(model, batch).item() == pytest.approx(torch.stack(truth).sum().item(), rel=1e-5)
 
 
-def _settings(**batch: Any) -> dict[str, Any]:
-    return {
-        "batch": {"global_size": None, "tokens": 40, "micro_size": 4} | batch,
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"eval_every": 2, "log_every": 1},
-        "checkpoint": {"every": 2},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+BATCH = {"global_size": None, "tokens": 40, "micro_size": 4}
 
 
 def _fit(run_dir: Path, steps: int, *, model: nn.Module | None = None, **more: Any) -> tuple[dict[str, float], Any]:
     model = model or make_model()
-    config = RunConfig.from_dict(_settings(**more.pop("batch", {})) | more)
+    more["batch"] = BATCH | more.get("batch", {})
+    config = settings(None, {"eval_every": 2, "log_every": 1}, save=2, **more)
     trainer = Trainer(model, CrossEntropy(), spec(), config=config, max_steps=steps, run_dir=run_dir)
     return trainer.fit(), model.state_dict()
 

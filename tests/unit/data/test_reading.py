@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.data.loading_processes import reading
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
+from tests.support.runs import settings
 
 SAMPLES = 12
 
@@ -68,16 +69,10 @@ class Named:
 
 def test_no_file_is_opened_where_processes_are_forked(gloo_world: World, tmp_path: Path) -> None:
     data = OpensItsFile(tmp_path / "data")
-    config = RunConfig.from_dict(
-        {
-            "trainer": {"num_workers": 1, "eval_every": 1, "host_memory": "1GiB"},
-            "checkpoint": {"best": "eval_classes", "mode": "min", "every": 1},
-            "metrics": {"wandb": {"mode": "disabled"}, "console": False},
-        }
-    )
+    trainer = {"num_workers": 1, "eval_every": 1, "host_memory": "1GiB", "max_steps": 1}
+    config = settings((5, 3), trainer, save=1, checkpoint={"best": "eval_classes", "mode": "min"}, schedule={})
     spec = DataSpec(train=data, eval_dataset=data, ignored={1: -100}, pad_rows=True)
-    sizes: Any = {"global_batch_size": 5, "micro_batch_size": 3, "max_steps": 1}
-    Trainer(Line(), Named(), spec, config=config, run_dir=tmp_path / "run", **sizes).fit()
+    Trainer(Line(), Named(), spec, config=config, run_dir=tmp_path / "run").fit()
     readers = set(data.readers.read_text().split())
     assert data.file is None
     assert readers

@@ -19,6 +19,7 @@ from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.testing import single_process_world
 from distaccum.train.components import build_components
+from tests.support.runs import settings
 from tests.unit.train.test_trainer import SOURCE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -108,13 +109,8 @@ def test_deepspeed_on_a_gpu_over_gloo_is_refused_before_there_is_a_group() -> No
 
 def test_the_trainer_takes_it_from_its_configuration(gloo_world: World, tmp_path) -> None:  # type: ignore[no-untyped-def]
     def trainer(backend: str) -> Trainer:
-        values = {
-            "batch": {"global_size": 8, "micro_size": 4},
-            "trainer": {"max_steps": 1, "backend": backend},
-            "checkpoint": {"every": 0},
-            "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        }
-        return Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(values), run_dir=tmp_path)
+        config = settings((8, 4), {"max_steps": 1, "backend": backend}, schedule={})
+        return Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=config, run_dir=tmp_path)
 
     assert trainer("gloo").fit()["eval_loss"] > 0
     said = r"^trainer\.backend=nccl: NCCL carries tensors of GPUs alone, and here is none\. Use trainer\.backend=auto"

@@ -1,14 +1,25 @@
+"""Processes: how they find each other, what they are to each other, and their random number generators."""
+
 from __future__ import annotations
 
+import base64
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from time import sleep
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store, TCPStore
 
+from distaccum.distributed import environment
 from distaccum.distributed import world as world_module
-from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.environment import LaunchEnvironment, private_store
+from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.testing import single_process_world
@@ -92,3 +103,110 @@ def test_a_second_group_is_refused(gloo_world: World) -> None:
     with pytest.raises(RuntimeError, match="open already"), single_process_world():
         pass
     assert gloo_world.all_reduce_host([1]) == [1]
+
+
+SIZE = 3
+
+
+def _meet(connect: Callable[[], Store], *, last: int) -> list[str]:
+    """All ranks at once, one of them late; each then writes what nobody else may, and reads what rank 0 has written."""
+
+    def rank(number: int) -> str:
+        sleep(0.2 * (number == last))
+        part = private_store(connect(), number, SIZE, timeout_s=20)
+        if number == 0:
+            part.set("job", f"by the set whose last was {last}")
+        return str(part.get("job").decode())
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return [*pool.map(rank, range(SIZE))]
+
+
+@pytest.mark.parametrize("kind", ["in memory", "of torchrun's kind"])
+def test_each_set_of_ranks_reads_its_own_notes(kind: str) -> None:
+    timeout = timedelta(seconds=30)
+    shared, server = HashStore(), TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> Store:  # over the network every rank has a connection of its own
+        return shared if kind == "in memory" else TCPStore("127.0.0.1", server.port, timeout=timeout)
+
+    for last in (0, 1, 2, 0):  # the second time on, words and notes of ranks before them are there
+        assert _meet(connect, last=last) == [f"by the set whose last was {last}"] * SIZE
+
+
+def test_a_rank_that_does_not_come_is_told_of_before_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(environment, "_FIRST_WORD_S", 0.05)
+    with caplog.at_level("WARNING", "distaccum"), pytest.raises(TimeoutError):
+        private_store(HashStore(), 0, 3, timeout_s=0.3)
+    assert [record.getMessage()[:32] for record in caplog.records] == ["ranks [1, 2] have not come after"] * 3
+
+
+def test_a_word_of_a_rank_before_is_not_taken_for_the_rank() -> None:
+    store = HashStore()
+    store.set("meeting/1", "stale")
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not come"):
+        private_store(store, 0, 2, timeout_s=0.2)
+
+
+def test_alone_there_is_nobody_to_wait_for() -> None:
+    part = private_store(HashStore(), 0, 1, timeout_s=0.1)
+    part.set("a", "b")
+    assert part.get("a") == b"b"
+
+
+def _draw() -> tuple[list[float], list[float], list[float]]:
+    """Numbers of torch, NumPy (with an odd number of normal ones, so that one is cached) and Python."""
+    numpys = [*np.random.normal(size=3), *np.random.random(2)]  # noqa: NPY002  the global generator is what is tested
+    pythons = [random.gauss(0, 1), random.random()]  # noqa: S311
+    return torch.randn(3).tolist(), [float(number) for number in numpys], pythons
+
+
+def _through_json(state: RNGState) -> RNGState:
+    return RNGState.from_json(json.loads(json.dumps(state.to_json())))
+
+
+@pytest.mark.parametrize("kept", [lambda state: state, _through_json], ids=["in memory", "through JSON"])
+def test_what_was_captured_is_drawn_again(kept: Callable[[RNGState], RNGState]) -> None:
+    _draw()  # caches a normal number
+    state = kept(RNGState.capture(torch.device("cpu")))
+    first, second = _draw(), _draw()
+    assert first != second
+    state.restore()
+    assert _draw() == first
+    state.restore()
+    assert _draw() == first
+
+
+def test_the_file_format_stays() -> None:
+    """Checkpoints of earlier versions hold these values."""
+    state = RNGState.capture().to_json()
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    assert state == {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
+        "torch": {"cpu": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode()},
+    }
+
+
+def test_a_gpus_state_is_left_out_where_there_is_none() -> None:
+    values = RNGState.capture().to_json()
+    values["torch"]["cuda"] = base64.b64encode(bytes(16)).decode()
+    state = RNGState.from_json(values, torch.device("cpu"))
+    assert state.cuda is None
+    state.restore()
+
+
+def test_a_gpus_generator_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: which device is asked, and what is written back to it."""
+    device, generator = torch.device("cuda", 1), torch.arange(16, dtype=torch.uint8)
+    written: list[tuple[list[int], torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda asked: generator if asked == device else None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, to: written.append((state.tolist(), to)))
+    values = RNGState.capture(device).to_json()
+    assert values["torch"]["cuda"] == base64.b64encode(bytes(range(16))).decode()
+    RNGState.from_json(json.loads(json.dumps(values)), device).restore()
+    RNGState.capture(device).restore()
+    assert written == [(list(range(16)), device)] * 2

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from distaccum import Accumulator, DataSpec, RunConfig, Trainer
+from distaccum import Accumulator, DataSpec, Trainer
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config
 from distaccum.distributed.world import World
 from distaccum.engines.ddp import reducer
@@ -30,6 +30,7 @@ from distaccum.engines.factory import create_engine
 from distaccum.errors import BatchStatisticsWarning, ConfigError, MisuseError
 from distaccum.functional import finish_step, plan_windows
 from distaccum.losses.cross_entropy import CrossEntropy
+from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
 GLOBAL, MICRO = 5, 1  # three micro-batches on rank 0, two on rank 1; the last window has two and one
@@ -202,15 +203,7 @@ class Fades(nn.Module):
 def test_a_trainer_whose_last_window_has_a_fault_fails_and_saves_nothing_of_it(
     gloo_world: World, tmp_path: Path
 ) -> None:
-    config = RunConfig.from_dict(
-        {
-            "batch": {"global_size": 8, "micro_size": 3},
-            "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-            "trainer": {"max_steps": 3, "eval_every": 0, "verify": "never"},  # a proof runs forwards of its own
-            "checkpoint": {"every": 1},
-            "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        }
-    )
+    config = settings((8, 3), {"max_steps": 3, "eval_every": 0, "verify": "never"}, save=1)  # a proof runs forwards
     data = DataSpec(train=[(row.float(), row[:3].argmax()) for row in torch.cat([DATA, DATA])[:24]], description="")
     with pytest.raises(MisuseError, match=r"does not depend on bonus\.weight, bonus\.bias"):
         Trainer(Fades(), CrossEntropy(), data, config=config, run_dir=tmp_path).fit()

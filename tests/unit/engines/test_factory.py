@@ -1,21 +1,33 @@
-"""Models and values that an engine cannot take, refused before there is a process group."""
+"""What an engine cannot take, refused without a process group; whose a model is; what settings of groups changed."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Adam, Optimizer
 from torch.utils.data import TensorDataset
 
+from distaccum.config.engine import FSDP2Config
 from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
+from distaccum.distributed.world import World
+from distaccum.engines.base import Engine
+from distaccum.engines.factory import create_engine
+from distaccum.engines.fsdp2 import internals
+from distaccum.engines.group_settings import GroupSettings
+from distaccum.engines.ownership import Ownership, is_owned
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
 from distaccum.train.components import build_components
+from tests.support import versions
 
 
 def _check(model: nn.Module, **engine: Any) -> None:
@@ -95,3 +107,124 @@ def test_a_value_that_deepspeed_refuses_is_named(zero: Mapping[str, Any], messag
 def test_deepspeed_takes_no_parameter_without_dimensions() -> None:
     with pytest.raises(ConfigError, match=r"engine=deepspeed: cannot take scale.*Use engine=zero1"):
         _check(Blocks(scale=nn.Parameter(torch.tensor(1.0))), name="deepspeed")
+
+
+@pytest.fixture
+def _many_switches() -> Any:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_many_switches")
+def test_engines_of_several_threads_do_not_meet() -> None:
+    def claim_and_release(_: int) -> bool:
+        owned = False
+        for _ in range(100):
+            model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+            ownership = Ownership(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+            ownership.release()
+            owned = owned or any(map(is_owned, model.parameters()))
+        return owned
+
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(threads.map(claim_and_release, range(4)))
+
+
+def _adam(**options: Any) -> tuple[Optimizer, GroupSettings]:
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "lr": torch.tensor(0.25)}]
+    optimizer = Adam(groups, **{"lr": 0.1, **options})
+    return optimizer, GroupSettings([optimizer])
+
+
+def test_nothing_is_state_before_it_changes() -> None:
+    assert _adam()[1].changed() == {}
+
+
+def test_what_changed_is_restored_and_the_rest_is_the_programs() -> None:
+    optimizer, settings = _adam(weight_decay=0.0)
+    first, second = optimizer.param_groups
+    first.update(lr=0.05, betas=(0.5, 0.75), k=3, fused=True, seen=torch.tensor([1, 2]))
+    second["lr"].fill_(0.125)
+    saved = json.loads(json.dumps(settings.changed()))
+    assert {name.split(".", 3)[3] for name in saved} == {"lr", "betas", "k", "seen"}
+
+    optimizer, settings = _adam(weight_decay=0.5)
+    first, second = optimizer.param_groups
+    rate = second["lr"]
+    first["came"] = 1
+    settings.restore(saved)
+    assert (first["lr"], first["betas"], first["k"], first["weight_decay"]) == (0.05, (0.5, 0.75), 3, 0.5)
+    assert torch.equal(first["seen"], torch.tensor([1, 2]))
+    assert "came" not in first
+    assert not first["fused"]
+    assert second["lr"] is rate
+    assert rate == 0.125
+
+
+def test_rates_of_a_schedule_are_no_state() -> None:
+    optimizer, settings = _adam()
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert list(settings.changed()) == ["groups.0.0.lr"]
+    settings.rates_are_scheduled = True
+    assert settings.changed() == {}
+    settings.restore({"groups.0.0.lr": 0.7})
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="'k' was saved of group 2 of optimizer 0, and there is no such group"):
+        _adam()[1].restore({"groups.0.2.k": 1})
+
+
+def _engine(world: World) -> Engine:
+    model = nn.Linear(3, 2)
+    return create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world, engine=FSDP2Config())
+
+
+@pytest.mark.parametrize(
+    ("names", "owner"), [("_OF_GROUP", "FSDPParamGroup"), ("_OF_PARAMETER", "FSDPParam"), ("_LOCAL", "DTensor")]
+)
+def test_a_torch_without_a_private_name_is_refused_by_it(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch, names: str, owner: str
+) -> None:
+    monkeypatch.setattr(internals, names, "_gone" if names == "_LOCAL" else ("_gone",))
+    message = rf"torch {torch.__version__} has no {owner}\._gone, .* Use torch 2\.8 to 2\.15, or engine=zero1"
+    with pytest.raises(ConfigError, match=message.replace("+", r"\+")):
+        _engine(gloo_world)
+
+
+def test_a_torch_without_the_modules_own_state_is_refused(gloo_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(internals.FSDPModule, "_get_fsdp_state")
+    with pytest.raises(ConfigError, match=r"has no FSDPModule\._get_fsdp_state"):
+        internals.check(_Sharded())
+
+
+class _Sharded(internals.FSDPModule, nn.Module):
+    def __new__(cls) -> _Sharded:
+        return nn.Module.__new__(cls)
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind_on_older_torch(
+    gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(internals.FSDPModule, "reset_iter_state", raising=False)  # torch 2.13 brought it
+    engine = _engine(gloo_world)
+    engine.begin_window(1)
+    with pytest.raises(RuntimeError), engine.micro_step(sync=True):
+        engine.model(torch.ones(4, 7))
+    engine.zero_gradients()
+    engine.begin_window(1)
+    with engine.micro_step(sync=True):
+        engine.backward(engine.model(torch.ones(4, 3)).square().sum())
+    assert engine.step().applied
+
+
+def test_the_table_of_versions_keeps_rows_that_were_not_asked_for() -> None:
+    text = versions.DOCUMENT.read_text()
+    rows = versions.rows_of(text) | {("2.99.0", "", "ddp"): ("exact", "exact", "off by 1e-3", "exact")}
+    again = versions.written(text, rows)
+    assert versions.rows_of(again) == rows
+    assert versions.written(again, versions.rows_of(text)) == versions.written(text, versions.rows_of(text))

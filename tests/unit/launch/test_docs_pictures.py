@@ -1,13 +1,15 @@
-"""The pictures show what the arithmetic says: read back from the SVG, compared with numbers worked out by hand."""
+"""The pictures of the docs, read back from the SVG: what the arithmetic, or a terminal's screen, says."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from launch.docs.pictures import PICTURES, held
+from launch.docs.terminal import RUN, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,3 +44,25 @@ def test_the_life_of_a_checkpoint_has_its_stations() -> None:
     assert {"copied", "written", "sealed", "published", "verified", "kept", "best", "pruned", "passed over"} <= set(
         _texts("checkpoint.svg")
     )
+
+
+IMAGE = Path(__file__).parents[3] / "docs" / "images" / "terminal-80.svg"
+
+
+def _lines(svg: str) -> str:
+    texts = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")  # noqa: S314  our own
+    return "\n".join("".join(text.itertext()).replace("\xa0", " ") for text in texts)
+
+
+def test_a_screen_becomes_a_picture() -> None:
+    svg = picture("step 5/10  loss 0.5\n\x1b[33mskipped & <gone>\x1b[0m", 80)
+    assert "step 5/10  loss 0.5\n" in _lines(svg)
+    assert "skipped & <gone>" in _lines(svg)
+    assert not re.search(r"url\([^#]|href|src=", svg)
+
+
+def test_the_picture_in_the_docs_has_what_its_page_says() -> None:
+    text = _lines(IMAGE.read_text())
+    for part in ("held-out:", "saved: /project/runs/first/checkpoints/step-15", "ETA", "tokens/s", "4x Block"):
+        assert part in text
+    assert "hydra.run.dir=runs/first" in RUN

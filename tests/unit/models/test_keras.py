@@ -17,7 +17,7 @@ from tests.support.optional import Library
 os.environ["KERAS_BACKEND"] = "torch"
 keras: Any = Library("keras")
 
-from distaccum import Accumulator, DataSpec, RunConfig, Trainer  # noqa: E402  Keras reads its backend first
+from distaccum import Accumulator, DataSpec, Trainer  # noqa: E402  Keras reads its backend first
 from distaccum.config.compile import CompileConfig  # noqa: E402
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config, engine_config  # noqa: E402
 from distaccum.config.precision import PrecisionConfig  # noqa: E402
@@ -27,6 +27,7 @@ from distaccum.engines.factory import prepare  # noqa: E402
 from distaccum.errors import ConfigError, MisuseError  # noqa: E402
 from distaccum.losses.keras import KerasLoss  # noqa: E402
 from distaccum.models.keras import KerasModel  # noqa: E402
+from tests.support.runs import settings  # noqa: E402
 from tests.support.threads import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:keras")
@@ -188,15 +189,14 @@ def test_frozen_layers_are_buffers_and_stay() -> None:
 
 def test_a_run_is_resumed_and_evaluated(gloo_world: World, tmp_path: Path) -> None:
     samples = _samples(classes=True, weighted=False)
-    values = {"checkpoint": {"every": 2}, "metrics": {"console": False, "wandb": {"mode": "disabled"}}, "seed": 3}
-    values |= {"trainer": {"max_steps": 4, "eval_every": 2}, "batch": {"global_size": 4, "micro_size": 2}}
     states = []
     for number, folder in enumerate(("whole", "resumed")):
         for start in ["never"] if number == 0 else [str(tmp_path / "whole" / "checkpoints" / "step-2")]:
             model = KerasModel(_model(layers.Dropout(0.5, seed=1, name="drop")))
             loss = KerasLoss(keras.losses.SparseCategoricalCrossentropy(from_logits=True))
             data = DataSpec(train=samples, eval_dataset=samples)
-            config = RunConfig.from_dict({**values, "resume": start})
+            trainer = {"max_steps": 4, "eval_every": 2}
+            config = settings((4, 2), trainer, save=2, seed=3, resume=start, schedule={})
             result = Trainer(model, loss, data, config=config, run_dir=tmp_path / folder).fit()
             states.append(model.state_dict())
             plain = model.keras(torch.stack([one[0] for one in samples]), training=False).detach()

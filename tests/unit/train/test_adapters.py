@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum import CausalLM, DataSpec, PadCollator, RunConfig, Trainer
+from distaccum import CausalLM, DataSpec, PadCollator, Trainer
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.models.pretrained import pretrained
 from distaccum.tools.export import export
 from tests.support.optional import Library
+from tests.support.runs import settings
 
 transformers = Library("transformers")
 peft = Library("peft")
@@ -52,19 +53,11 @@ def _data() -> DataSpec:
     return DataSpec(train=samples, eval_dataset=None, description="rows", collate=pad, ignored={"labels": -100})
 
 
-def _train(model: nn.Module, run_dir: Path, steps: int, *, resume: str = "never", **settings: Any) -> Path:
+def _train(model: nn.Module, run_dir: Path, steps: int, *, resume: str = "never", **more: Any) -> Path:
     """The run's last checkpoint."""
-    config = {
-        "resume": resume,
-        "optim": {"lr": 1e-2},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "checkpoint": {"every": 2, "keep": 0},
-        "metrics": {"wandb": {"mode": "disabled"}, "console": False, "report": False},
-        **settings,
-    }
-    loss, sizes = CausalLM(), {"global_batch_size": 8, "micro_batch_size": 3}
-    whole = RunConfig.from_dict(config)
-    Trainer(model, loss, _data(), **sizes, max_steps=steps, run_dir=run_dir, config=whole).fit()
+    groups = {"optim": {"lr": 1e-2}, "checkpoint": {"every": 2, "keep": 0}, **more}
+    config = settings((8, 3), {"max_steps": steps}, metrics={"report": False}, resume=resume, **groups)
+    Trainer(model, CausalLM(), _data(), run_dir=run_dir, config=config).fit()
     return run_dir / "checkpoints" / f"step-{steps}"
 
 

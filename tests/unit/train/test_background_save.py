@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from distaccum import CrossEntropy, DataSpec, Logger, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Logger, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.distributed import memory as free_memory
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.owner import OwnershipLostError
 from distaccum.train.saving import BackgroundSave, HostMemory
+from tests.support.runs import settings
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
 
@@ -53,24 +54,11 @@ class Watch(Callback):
 def _train(
     folder: Path, *callbacks: Callback, steps: int = 8, loggers: Sequence[Logger] = (), **checkpoint: Any
 ) -> None:
-    config = {
-        "batch": {"global_size": 4, "micro_size": 2},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 0, "log_every": 1},
-        "checkpoint": {"every": 2, "keep": 0, **checkpoint},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    }
+    trainer = {"max_steps": steps, "eval_every": 0, "log_every": 1}
+    config = settings((4, 2), trainer, save=2, checkpoint={"keep": 0, **checkpoint}, resume="auto")
     torch.manual_seed(0)
-    Trainer(
-        nn.Linear(4, 3),
-        CrossEntropy(),
-        DataSpec(train=DATA),
-        config=RunConfig.from_dict(config),
-        callbacks=callbacks,
-        loggers=loggers,
-        run_dir=folder,
-    ).fit()
+    given: Any = {"config": config, "callbacks": callbacks, "loggers": loggers, "run_dir": folder}
+    Trainer(nn.Linear(4, 3), CrossEntropy(), DataSpec(train=DATA), **given).fit()
 
 
 def _content(folder: Path) -> dict[str, bytes]:

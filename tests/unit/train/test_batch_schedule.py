@@ -15,6 +15,7 @@ from distaccum import Accumulator, BatchConfig, DataSpec, RunConfig, Trainer
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.schedules import Cosine
+from tests.support.runs import settings
 
 N, EPOCHS, WARMUP = 23, 3, 3
 STAGES = [{"global_size": 3, "updates": 4}, {"global_size": 5, "samples": 20}]
@@ -41,16 +42,13 @@ def _model() -> nn.Module:
 
 
 def _config(schedule: list[dict[str, int]], size: int = 8, **trainer: Any) -> RunConfig:
-    values = {
+    groups = {
         "batch": {"global_size": size, "micro_size": 2, "schedule": schedule},
         "optim": {"lr": 0.05, "clip_norm": None, "optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
         "schedule": {"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": WARMUP},
-        "trainer": {"max_steps": None, "max_epochs": EPOCHS, "log_every": 1, **trainer},
-        "checkpoint": {"every": 3},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "resume": "auto",
     }
-    return RunConfig.from_dict(values)
+    trainer = {"max_steps": None, "max_epochs": EPOCHS, "log_every": 1, **trainer}
+    return settings(None, trainer, save=3, resume="auto", **groups)
 
 
 def _fit(folder: Path, config: RunConfig, **given: Any) -> list[Tensor]:

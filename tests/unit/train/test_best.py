@@ -16,6 +16,7 @@ from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
 from distaccum.train.checks import check_results
+from tests.support.runs import settings
 
 DATA = [(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]
 SCORES = [5.0, 2.0, 3.0, float("nan"), 4.0, 1.5, 9.0]  # of the evaluations, one after each update
@@ -41,18 +42,12 @@ class Score:
 def _train(
     folder: Path, steps: int, scores: list[float], name: str = "score", callbacks: Any = (), **checkpoint: Any
 ) -> list[str]:
-    config = {
-        "batch": {"global_size": 4, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 1, "log_every": 1},
-        "checkpoint": {"every": 100, "keep": 1} | checkpoint,
-        "metrics": {"wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    }
+    trainer = {"max_steps": steps, "eval_every": 1, "log_every": 1}
+    config = settings((4, 4), trainer, checkpoint={"every": 100, "keep": 1} | checkpoint, resume="auto")
     data = DataSpec(train=DATA, eval_dataset=DATA)
     torch.manual_seed(0)
     given: dict[str, Any] = {"metrics": {name: Score(scores)}, "callbacks": callbacks, "run_dir": folder}
-    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=RunConfig.from_dict(config), **given).fit()
+    Trainer(nn.Linear(4, 3), CrossEntropy(), data, config=config, **given).fit()
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 

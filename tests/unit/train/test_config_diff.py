@@ -18,6 +18,7 @@ from distaccum.data.agreement import differs, fingerprint
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.config_diff import compare
+from tests.support.runs import CONSTANT
 
 FEATURES, CLASSES = 4, 3
 
@@ -47,21 +48,12 @@ def _train(
     data: Any = None,
     **more: Any,
 ) -> None:
-    config = {
-        "batch": {"global_size": 8, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 0},
-        "metrics": {"wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    } | more
+    fixed = {"batch": {"global_size": 8, "micro_size": 4}, "trainer": {"max_steps": steps, "eval_every": 0}}
+    shown = {"metrics": {"wandb": {"mode": "disabled"}}, "schedule": CONSTANT, "resume": "auto"}
+    config = RunConfig.from_dict(fixed | shown | more)
+    data = data or DataSpec(train=_data())
     torch.manual_seed(0)
-    Trainer(
-        model or Headed(2),
-        loss or CrossEntropy(),
-        data or DataSpec(train=_data()),
-        config=RunConfig.from_dict(config),
-        run_dir=run_dir,
-    ).fit()
+    Trainer(model or Headed(2), loss or CrossEntropy(), data, config=config, run_dir=run_dir).fit()
 
 
 class Summed(CrossEntropy):

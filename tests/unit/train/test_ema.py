@@ -16,6 +16,7 @@ from distaccum.tools.export import export
 from distaccum.train import ema
 from distaccum.train.ema import EMA
 from tests.support.commands import metrics
+from tests.support.runs import settings
 
 pytestmark = pytest.mark.usefixtures("gloo_world")
 DATA: Any = list(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)).unbind())
@@ -50,26 +51,12 @@ def _model() -> nn.Module:
 
 
 def _fit(run_dir: Path, steps: int, *callbacks: Callback, data: DataSpec | None = None, **more: Any) -> nn.Module:
-    config: dict[str, Any] = {
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "optim": {"clip_norm": None},
-        "trainer": {"log_every": 1, "eval_every": 2, "nonfinite": "skip", "verify": "never"},
-        "checkpoint": {"every": 2, "keep": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    trainer = {"max_steps": steps, "log_every": 1, "eval_every": 2, "nonfinite": "skip", "verify": "never"}
+    config = settings((4, 4), trainer, save=2, checkpoint={"keep": 0}, optim={"clip_norm": None}, **more)
     model = _model()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 4, "max_steps": steps}
-    Trainer(
-        model,
-        Loss(),
-        data or _data(),
-        optimizer=optimizer,
-        run_dir=run_dir,
-        config=RunConfig.from_dict(config | more),
-        callbacks=list(callbacks),
-        **sizes,
-    ).fit()
+    given: Any = {"optimizer": optimizer, "config": config, "callbacks": list(callbacks)}
+    Trainer(model, Loss(), data or _data(), run_dir=run_dir, **given).fit()
     return model
 
 
@@ -240,21 +227,13 @@ def test_after_an_evaluation_forwards_are_of_the_weights_again(engine: str, tmp_
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     looks, told = _LooksAfterwards(model), _Evaluated()
-    settings = {
-        "engine": {"name": engine},
-        "trainer": {"eval_every": 1, "verify": "never"},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-        "checkpoint": {"every": 0},
-    }
+    trainer = {"max_steps": 3, "eval_every": 1, "verify": "never"}
     Trainer(
         model,
         Loss(),
         _data(bad=False),
-        global_batch_size=4,
-        micro_batch_size=4,
-        max_steps=3,
         run_dir=tmp_path,
-        config=RunConfig.from_dict(settings),
+        config=settings((4, 4), trainer, engine={"name": engine}, schedule={}),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
         callbacks=[EMA(decay=0.999999, evaluate=True), looks, told],
     ).fit()

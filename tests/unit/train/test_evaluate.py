@@ -1,4 +1,4 @@
-"""Evaluations in one process: who loads the held-out samples, in which batches, and without a trace in the training."""
+"""Evaluations in one process: who loads the held-out samples, in which batches, of which weights; no trace is left."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 import rich.console  # noqa: F401  its import draws from `random`, and the first of two runs would do it
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchmetrics.classification import MulticlassAccuracy
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
+from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.data.held_out import HeldOut, evaluation_workers
 from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, MisuseError, ResourceError
 from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
+from tests.support.commands import metrics
+from tests.support.runs import settings
+from tests.support.schedule_free import ScheduleFree
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -45,14 +49,7 @@ def _trainer(
     callbacks: Any = (),
     **trainer: Any,
 ) -> Trainer:
-    values: dict[str, Any] = {
-        "batch": {"global_size": 8, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 4, "eval_every": 1, **trainer},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    config = RunConfig.from_dict(values | (more or {}))
+    config = settings((8, 4), {"max_steps": 4, "eval_every": 1, **trainer}, **(more or {}))
     loss = loss or CrossEntropy()
     return Trainer(_model(), loss, data, config=config, metrics=metrics, callbacks=callbacks, run_dir=folder)
 
@@ -293,8 +290,14 @@ NAMED = "Use one of eval_news_loss, eval_code_loss"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"more": {"checkpoint": {"best": "eval_loss"}}}, f"checkpoint.best=eval_loss: is no result of one.*{NAMED}"),
-        ({"more": {"checkpoint": {"best": "eval_prose_loss"}}}, f"eval_prose_loss: is no result .*news, code.*{NAMED}"),
+        (
+            {"more": {"checkpoint": {"best": "eval_loss", "every": 9}}},
+            f"checkpoint.best=eval_loss: is no result of one.*{NAMED}",
+        ),
+        (
+            {"more": {"checkpoint": {"best": "eval_prose_loss", "every": 9}}},
+            f"eval_prose_loss: is no result .*news, code.*{NAMED}",
+        ),
         ({"callbacks": [EarlyStopping()]}, rf"EarlyStopping\(metric='eval_loss'\): is no result.*{NAMED}"),
         ({"callbacks": [ReduceLROnPlateau(metric="news_loss")]}, rf"Plateau\(metric='news_loss'\): is no .*{NAMED}"),
         ({"held_out": {}}, "holds out no set by name"),
@@ -388,3 +391,68 @@ def test_scores_that_do_not_add_up_are_not_evaluated_in_halves(gloo_world: World
     trainer = _trainer(tmp_path, data, Roomy(2, coupled=True), more={"trainer": {"max_steps": 0}})
     with pytest.raises(ResourceError, match=r"cannot be evaluated in halves: its \w+ is .* together and .* apart"):
         trainer.fit()
+
+
+DATA: Any = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).unbind())
+SPEC = DataSpec(train=DATA, eval_dataset=DATA[:4], description="in order", shuffle=False)
+
+
+class Loss:
+    def count(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        total: Tensor = (model(batch) - 1).square().sum()
+        return total
+
+
+def _whitened() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def _fit(model: nn.Module, optimizer: Any, run_dir: Path, **options: Any) -> None:
+    config = settings(
+        None, {"log_every": 1, "eval_every": 2}, save=2, checkpoint={"keep": 0}, optim={"clip_norm": None}
+    )
+    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 4}
+    Trainer(model, Loss(), SPEC, optimizer=optimizer, run_dir=run_dir, config=config, **(sizes | options)).fit()
+
+
+def _averages(steps: int) -> nn.Module:
+    model = _whitened()
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    for k in range(steps):
+        optimizer.zero_grad()
+        (Loss()(model, torch.stack(DATA[4 * k : 4 * k + 4])) / 4).backward()
+        optimizer.step()
+    optimizer.eval()
+    return model
+
+
+def test_a_schedule_free_run_evaluates_and_saves_its_averages(gloo_world: World, tmp_path: Path) -> None:
+    model = _whitened()
+    _fit(model, ScheduleFree(model.parameters(), lr=0.1), tmp_path)
+    for step in (2, 4):
+        expected = _averages(step)
+        loss = Loss()(expected, torch.stack(DATA[:4])).item() / 4
+        assert metrics(tmp_path)[step - 1]["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        saved = load_file(tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors")
+        torch.testing.assert_close(saved["weight"], expected.weight.data, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(model.weight, expected.weight)  # and so does the model that is left
+    again = _whitened()
+    options = {"resume": str(tmp_path / "checkpoints" / "step-2")}
+    _fit(again, ScheduleFree(again.parameters(), lr=0.1), tmp_path / "resumed", **options)
+    assert torch.equal(again.weight, model.weight)
+
+
+def test_a_model_is_trained_further_by_another_trainer(gloo_world: World, tmp_path: Path) -> None:
+    model = _whitened()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for k in range(2):
+        _fit(model, optimizer, tmp_path / str(k))
+    model.zero_grad()
+    optimizer.zero_grad()
+    Loss()(model, torch.stack(DATA)).backward()
+    optimizer.step()

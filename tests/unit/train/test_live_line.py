@@ -1,4 +1,4 @@
-"""What stands on a terminal while there is a live line, after it, and in the processes around it."""
+"""What stands on a terminal while there is a live line, after it, in the processes around it; how it is left."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TextIO, cast
 
 import pytest
+import torch
 
+from distaccum.distributed.signals import StopSignals
+from distaccum.distributed.world import World
 from distaccum.train.live_line import Erasing, LiveLine, erasing_streams, takes_live_line
+from distaccum.train.screen import open_screen
 from tests.support.terminal import on_terminal
 
 LOG = logging.getLogger("users.own")
@@ -20,7 +25,8 @@ ROW = "step 3/10  loss 0.3000"
 @pytest.fixture(autouse=True)
 def terminal_of_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("CI", raising=False)
+    for name in ("CI", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def _line(text: str = ROW) -> LiveLine:
@@ -162,3 +168,54 @@ def test_where_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch, settings: d
             assert not takes_live_line(pipe)
         assert not takes_live_line(None)
         assert not takes_live_line(cast(TextIO, Erasing(screen.stream)))  # a program's own, on a terminal
+
+
+WORLD = World(rank=0, size=2, device=torch.device("cpu"))
+
+
+def test_a_second_ctrl_c_leaves_the_terminal_in_order() -> None:
+    signals, said = StopSignals(), list[str]()
+    before = signals.last_words = said.append
+    with on_terminal(80) as screen:
+        with open_screen(10, WORLD, signals, records=True) as shown:
+            told = list[str]()
+            enter_phase = shown.and_show(told.append)
+            enter_phase("saving step 3")
+            shown.saved(3, Path("/a"))
+            assert told == ["saving step 3"]
+            assert [row[:28] for row in screen.rows] == ["step      3/10  saved: /a", "step 0/10  saving step 3  RS"]
+            assert signals.last_words is not None
+            signals.last_words("ended at once")
+            sys.stderr.write("no row comes back\n")
+            shown.enter("training")
+            assert screen.rows == ["step      3/10  saved: /a", "no row comes back"]
+        assert said == ["ended at once"]
+        assert signals.last_words == before
+
+
+def test_what_ends_a_run_takes_the_row_along() -> None:
+    with on_terminal(80) as screen:
+
+        def fail() -> None:
+            with open_screen(10, WORLD, StopSignals(), records=True):
+                assert screen.rows[0].startswith("step 0/10  starting")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert screen.rows == [""]
+        assert sys.stdout is screen.stream
+
+
+@pytest.mark.parametrize(("rank", "records"), [(1, True), (1, False), (0, False)])
+def test_others_and_runs_without_records_show_no_row(rank: int, records: bool) -> None:
+    world = World(rank=rank, size=2, device=torch.device("cpu"))
+    with on_terminal(80) as screen:
+        with open_screen(10, world, StopSignals(), records=records) as shown:
+            shown.enter("saving step 3")
+            shown.saved(3, Path("/a"))
+            print("printed")
+            assert (shown.console is None) == (rank == 1)
+            shown.and_show(print)("a phase")
+        assert screen.rows == ["printed", "a phase"]
+        assert ("\x1b" in screen.said) == (rank == 1 and records)

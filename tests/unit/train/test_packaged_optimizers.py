@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distaccum import Accumulator, ConfigError, DataSpec, RunConfig, Trainer
+from distaccum import Accumulator, ConfigError, DataSpec, Trainer
 from distaccum.config import instantiate
 from distaccum.config.trainer import OptimConfig
 from distaccum.distributed.world import World
@@ -20,6 +20,7 @@ from distaccum.engines.state import whole_state
 from distaccum.train.optimizer import build_optimizers
 from tests.support.commands import ROOT
 from tests.support.optional import Library
+from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
 schedulefree = Library("schedulefree")
@@ -143,15 +144,9 @@ class Loss:
 def fit(name: str, run_dir: Path, steps: int, **more: Any) -> Weights:
     model = make_model(torch.float32)
     data = DataSpec(train=list(rows().float()), eval_dataset=list(rows().float()[:4]), description="rows")
-    settings: dict[str, Any] = {
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"verify": "never"},
-        "checkpoint": {"every": 3, "keep": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    sizes: Any = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "max_steps": steps, "run_dir": run_dir}
-    optimizer = optimizer_of(name, model)
-    Trainer(model, Loss(), data, optimizer=optimizer, config=RunConfig.from_dict(settings | more), **sizes).fit()
+    trainer = {"verify": "never", "max_steps": steps}
+    config = settings((GLOBAL, MICRO), trainer, save=3, checkpoint={"keep": 0}, **more)
+    Trainer(model, Loss(), data, optimizer=optimizer_of(name, model), config=config, run_dir=run_dir).fit()
     return load_file(run_dir / "checkpoints" / f"step-{steps}" / "model.safetensors")
 
 
@@ -169,7 +164,7 @@ def test_a_schedule_for_a_schedule_free_optimizer_is_refused(gloo_world: World, 
         fit("schedule_free", tmp_path, 3, **cosine)
     fit("adamw8bit", tmp_path / "other", 3, **cosine)
     plateau = {"callbacks": {"plateau": {"_target_": "distaccum.train.callbacks.ReduceLROnPlateau"}}}
-    evaluated = {"trainer": {"eval_every": 1, "verify": "never"}}
+    evaluated = {"trainer": {"eval_every": 1, "verify": "never", "max_steps": 3}}
     with pytest.raises(ConfigError, match="ReduceLROnPlateau: changes the rate of AdamWScheduleFree"):
         fit("schedule_free", tmp_path, 3, **plateau, **evaluated)
 

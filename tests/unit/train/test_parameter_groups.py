@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from distaccum import DataSpec, Trainer
-from distaccum.config.schema import RunConfig
 from distaccum.config.trainer import OptimConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.optimizer import build_optimizers, group_sizes, split
+from tests.support.runs import CONSTANT, settings
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 4, 3
@@ -134,18 +134,10 @@ GROUPS = [{"dims": [0, 1], "weight_decay": 0.0}, {"match": "2.*", "lr": 0.05}, {
 
 def _train(run_dir: Path, *, steps: int, groups: Any = (), optimizer: Any = None) -> nn.Module:
     model = _model()
-    config = {
-        "batch": {"global_size": 8, "micro_size": 4},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant", "warmup_steps": 4},
-        "optim": {"lr": 0.01, "groups": list(groups)},
-        "trainer": {"max_steps": steps, "eval_every": 0},
-        "checkpoint": {"every": 3},
-        "metrics": {"wandb": {"mode": "disabled"}, "console": False},
-        "resume": "auto",
-    }
+    rates = {"optim": {"lr": 0.01, "groups": list(groups)}, "schedule": CONSTANT | {"warmup_steps": 4}}
+    config = settings((8, 4), {"max_steps": steps, "eval_every": 0}, save=3, resume="auto", **rates)
     given = optimizer(model) if optimizer else ()
-    data, settings = DataSpec(train=_data()), RunConfig.from_dict(config)
-    Trainer(model, CrossEntropy(), data, config=settings, run_dir=run_dir, optimizer=given).fit()
+    Trainer(model, CrossEntropy(), DataSpec(train=_data()), config=config, run_dir=run_dir, optimizer=given).fit()
     return model
 
 

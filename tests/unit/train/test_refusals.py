@@ -22,6 +22,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run
+from tests.support.runs import settings
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -34,15 +35,8 @@ SOURCE = DataSpec(train=_samples(40, 0), eval_dataset=_samples(8, 1), descriptio
 
 
 def _config(**values: Any) -> RunConfig:
-    fixed = {
-        "batch": {"global_size": 8, "micro_size": 3},
-        "optim": {"lr": 0.05},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 6, "log_every": 1, "eval_every": 1} | values.pop("trainer", {}),
-        "checkpoint": {"every": 2, "keep": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    return RunConfig.from_dict(fixed | values)
+    trainer = {"max_steps": 6, "log_every": 1, "eval_every": 1} | values.pop("trainer", {})
+    return settings((8, 3), trainer, save=2, checkpoint={"keep": 0}, optim={"lr": 0.05}, **values)
 
 
 def _trainer(folder: Path, **given: Any) -> Trainer:

@@ -1,3 +1,5 @@
+"""A run's directory: what it holds, who sees it, how a failure is told, and when a machine's restarts end."""
+
 from __future__ import annotations
 
 import errno
@@ -9,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.errors import ConfigError
+from distaccum.checkpoint.files import write_json
+from distaccum.errors import ConfigError, DataError, DistaccumError, SpikeError
 from distaccum.train import run_dir as run_dir_module
+from distaccum.train.failure import lines_of, reason_of
 from distaccum.train.metrics.loggers import rewind_jsonl
-from distaccum.train.run_dir import RunDir, State
+from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
+from distaccum.train.run_dir import RunDir, State, check_shared
+from tests.support.threads import run_ranks
 
 
 def _status(path: Path) -> list[object]:
@@ -186,3 +192,120 @@ def test_rollbacks_stay_in_the_history(tmp_path: Path) -> None:
     run_dir.note_saved(10)
     history = json.loads((tmp_path / "history.json").read_text())
     assert (history["saved"], history["rolled_back"]) == (10, [{"to_step": 5, "after_window": 8}])
+
+
+@pytest.mark.parametrize(("error", "resumes"), [(DataError("a bad line"), True), (SpikeError("again"), False)])
+def test_the_same_command_is_no_way_on_for_what_would_happen_again(
+    tmp_path: Path, error: DistaccumError, *, resumes: bool
+) -> None:
+    run_dir = RunDir(tmp_path)
+    with run_dir.own():
+        run_dir.begin()
+        run_dir.note_saved(4)
+        run_dir.write_failure(reason_of(0, error))
+        lines = lines_of(run_dir)
+    assert lines[0] == f"the run failed: rank 0: {error.__class__.__name__}: {error}"
+    assert any("the same command with resume=auto" in line for line in lines) == resumes
+
+
+def test_a_folder_that_every_rank_sees(tmp_path: Path) -> None:
+    assert run_ranks(3, lambda world: check_shared(tmp_path, world)) == [None] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_same_name_on_two_hosts(tmp_path: Path) -> None:
+    hosts = [tmp_path / "host-0", tmp_path / "host-1"]
+    hosts[0].mkdir()  # the other host's ranks have not even the folder
+    raised = run_ranks(4, lambda world: check_shared(hosts[world.rank // 2], world))
+    assert all(isinstance(error, ConfigError) for error in raised)
+    for error in raised:
+        assert "rank 2, rank 3 cannot see what rank 0 writes there" in str(error)
+    assert list(hosts[0].iterdir()) == []
+
+
+def _fails(folder: Path, step: int, state: State = State.FAILED) -> None:
+    RunDir(folder).write_status(state, step=step, reason=f"rank 1: OSError at {step}")
+
+
+def _restarts(folder: Path, *steps: int) -> None:
+    for step in steps:
+        _fails(folder, step)
+        note_start(folder, restarted=True)
+
+
+def test_the_third_failure_at_a_step_is_the_last(tmp_path: Path) -> None:
+    note_start(tmp_path, restarted=False)
+    _restarts(tmp_path, 12, 12)
+    _fails(tmp_path, 10)
+    with pytest.raises(ConfigError, match=r"3 starts in a row have failed, none after step 12, .*OSError at 10"):
+        note_start(tmp_path, restarted=True)
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=True)
+
+
+def test_progress_a_save_and_a_person_reset_it(tmp_path: Path) -> None:
+    _restarts(tmp_path, 12, 12, 13, 14, 15, 15)
+    _fails(tmp_path, 15, State.PREEMPTED)
+    note_start(tmp_path, restarted=True)
+    _restarts(tmp_path, 15, 15)
+    _fails(tmp_path, 15)
+    note_start(tmp_path, restarted=False)
+    assert not (tmp_path / "restarts.json").exists()
+    _restarts(tmp_path, 15, 15)
+
+
+def test_a_start_that_cuts_what_did_not_fit_is_not_the_same_again(tmp_path: Path) -> None:
+    for rows in (64, 32, 16, 8):  # each has run out of memory with half of what the one before had
+        _fails(tmp_path, 0)
+        write_json(tmp_path / "memory.json", {"hardware": "", "failed": [[rows, 16]], "reason": "out of memory"})
+        note_start(tmp_path, restarted=True)
+    write_json(tmp_path / "memory.json", {"hardware": "", "failed": [[8, 16]], "reason": ""})  # taken up
+    _restarts(tmp_path, 0, 0)
+    _fails(tmp_path, 0)
+    with pytest.raises(ConfigError, match="3 starts in a row"):
+        note_start(tmp_path, restarted=True)
+
+
+def test_killed_runs_count_and_a_damaged_record_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "restarts.json").write_text("[]")
+    note_start(tmp_path, restarted=True)
+    for _ in range(2):
+        _fails(tmp_path, 0, State.RUNNING)
+        note_start(tmp_path, restarted=True)
+    _fails(tmp_path, 0, State.RUNNING)
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "restarted"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"SLURM_RESTART_COUNT": "2"}, True),
+        ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1"}, False),
+        ({"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "1"}, True),
+    ],
+)
+def test_who_has_started_it(environment: dict[str, str], restarted: bool) -> None:
+    assert is_restart(environment) is restarted
+
+
+def test_a_job_of_kubernetes_is_known_by_its_name(tmp_path: Path) -> None:
+    """Which pods do not know how many came before them; a refused start leaves things as they are."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_ID": "uid-1"}
+    assert (job_of_kubernetes(pod), job_of_kubernetes({"JOB_ID": "uid-1"})) == ("uid-1", "")
+    for _ in range(3):
+        refuse_crash_loop(tmp_path, restarted=False, job="uid-1")
+        note_start(tmp_path, restarted=False, job="uid-1")
+        _fails(tmp_path, 7)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="3 starts in a row have failed, none after step 7"):
+            refuse_crash_loop(tmp_path, restarted=False, job="uid-1")
+    _fails(tmp_path, 0, State.CONFIG_ERROR)  # what a refusal may leave as the status
+    with pytest.raises(ConfigError):
+        note_start(tmp_path, restarted=False, job="uid-1")
+    note_start(tmp_path, restarted=False, job="uid-2")  # applied again by a person
+    _fails(tmp_path, 7)
+    note_start(tmp_path, restarted=False, job="uid-2")

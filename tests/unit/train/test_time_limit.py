@@ -1,10 +1,11 @@
-"""When to stop, on a clock of the test's own."""
+"""When to stop, and when a checkpoint is due, on clocks of the test's own."""
 
 from __future__ import annotations
 
 import pytest
 
 from distaccum.train.parts.time_limit import TimeLimit
+from distaccum.train.saving import SaveClock
 
 
 class Clock:
@@ -65,3 +66,43 @@ def test_start_up_counts_and_no_limit_is_never_near() -> None:
     clock = Clock()
     assert TimeLimit(10, began=985.0, parameters=0, now=clock).is_near
     assert not TimeLimit(None, began=0.0, parameters=0, now=clock).is_near
+
+
+def test_rank_0_decides_and_all_know_it_after_the_same_count() -> None:
+    first, second = Clock(), Clock()
+    ranks = [SaveClock(60, decides=True, now=first), SaveClock(60, decides=False, now=second)]
+
+    def count() -> list[bool]:
+        sums = [sum(numbers) for numbers in zip(*(rank.outgoing(1, 1) for rank in ranks), strict=True)]
+        for rank in ranks:
+            rank.incoming(sums)
+        return [rank.due for rank in ranks]
+
+    second.seconds += 1000  # a clock that is set is nobody's business
+    assert count() == [False, False]
+    first.seconds += 59.9
+    assert count() == [False, False]
+    first.seconds += 0.1
+    assert [rank.due for rank in ranks] == [False, False]
+    assert count() == [True, True]
+    assert count() == [True, True]  # until it is made
+    for rank in ranks:
+        rank.saved()
+    assert count() == [False, False]
+    first.seconds += 59
+    for rank in ranks:
+        rank.saved()  # any save counts
+    first.seconds += 59
+    assert count() == [False, False]
+
+
+def test_what_was_saved_before_counts() -> None:
+    clock = Clock()
+    later = SaveClock(60, decides=True, ago=45, now=clock)
+    clock.seconds += 14.9
+    assert later.outgoing(1, 1) == [0.0]
+    clock.seconds += 0.2
+    assert later.outgoing(1, 1) == [1.0]
+    later.saved()
+    clock.seconds += 59
+    assert later.outgoing(1, 1) == [0.0]

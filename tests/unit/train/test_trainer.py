@@ -35,6 +35,7 @@ from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run, named, restore, states
 from tests.support.commands import metrics
 from tests.support.optional import Library
+from tests.support.runs import settings
 
 datasets, torchmetrics = Library("datasets"), Library("torchmetrics")
 classification = Library("torchmetrics.classification")
@@ -50,15 +51,8 @@ SOURCE = DataSpec(train=_samples(40, 0), eval_dataset=_samples(23, 1), descripti
 
 
 def _config(*, every: int = 4, **trainer: Any) -> RunConfig:
-    values = {
-        "batch": {"global_size": 8, "micro_size": 3},
-        "optim": {"lr": 0.05},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": 12, "log_every": 1, "eval_every": 2, **trainer},
-        "checkpoint": {"every": every},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    return RunConfig.from_dict(values)
+    trainer = {"max_steps": 12, "log_every": 1, "eval_every": 2, **trainer}
+    return settings((8, 3), trainer, save=every, optim={"lr": 0.05})
 
 
 def _model() -> nn.Module:

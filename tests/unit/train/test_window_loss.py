@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import default_collate
 
-from distaccum import Accumulator, DataSpec, RunConfig, Trainer, World
+from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum.errors import ConfigError, ResourceError
 from distaccum.tools.flops import ModelFlops
 from distaccum.train.checks import check_loss
 from distaccum.train.evaluate import Evaluation
 from tests.support import compared
+from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
 HELD_OUT = 23
@@ -107,19 +108,10 @@ def test_a_held_out_set_that_is_too_large_to_compare_is_said(gloo_world: World) 
 
 
 def test_a_trainer_trains_with_it(gloo_world: World, tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        "batch": {"global_size": 20, "micro_size": 4},
-        "optim": {"lr": 0.05},
-        "trainer": {"max_steps": 30, "eval_every": 30},
-        "checkpoint": {"every": 0},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
+    config = settings((20, 4), {"max_steps": 30, "eval_every": 30}, optim={"lr": 0.05}, schedule={})
     model = compared.make_model("contrast", torch.float32)
     before = _of_the_whole_set()
-    trainer = Trainer(
-        model, compared.Contrast(), _data(torch.float32), config=RunConfig.from_dict(values), run_dir=tmp_path / "run"
-    )
-    results = trainer.fit()
+    results = Trainer(model, compared.Contrast(), _data(torch.float32), config=config, run_dir=tmp_path / "run").fit()
     assert results.keys() == before.keys()
     assert results["eval_loss"] < before["eval_loss"] - 0.5
 

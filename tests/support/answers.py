@@ -1,0 +1,36 @@
+"""Programs of ``tests/distributed/workers``: how a test runs one and has its answer, and how one of them gives it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from tests.support.commands import ROOT, succeed
+
+if TYPE_CHECKING:
+    from distaccum.distributed.world import World
+
+WORKERS = ROOT / "tests" / "distributed" / "workers"
+
+
+def answer(worker: str, *arguments: object, asked: Any = None, world: int = 2, **options: Any) -> Any:
+    """What a worker writes into the file of its first argument; the second one is a file that holds what is asked."""
+    if world == 1 and options.get("warm") == "deepspeed":
+        options["LOCAL_RANK"] = "0"  # DeepSpeed asks for it
+    with TemporaryDirectory() as folder:
+        files = [Path(folder, "answer.json")]
+        if asked is not None:
+            files.append(Path(folder, "asked.json"))
+            files[1].write_text(json.dumps(asked))
+        script = WORKERS / f"{worker}.py"
+        succeed(*files, *arguments, world=world, script=script, PYTHONPATH=str(ROOT), **options)
+        return json.loads(files[0].read_text())
+
+
+def give(found: Any, world: World) -> None:
+    """A worker's answer, which rank 0 writes."""
+    if world.is_main:
+        Path(sys.argv[1]).write_text(json.dumps(found))
