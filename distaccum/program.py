@@ -86,6 +86,8 @@ REHEARSAL = "distaccum.tools.rehearsal:rehearse"
 """Finds the micro-batch by running some sizes of it, where nobody states one."""
 HOST_MEMORY = "distaccum.tools.host_memory:most_ahead"
 """Says how many micro-batches may be loaded ahead within ``trainer.host_memory``, where that is stated."""
+BEST, SCORE, PREDICT = (f"distaccum.tools.inference:{name}" for name in ("load_best", "score", "predict"))
+"""What a Trainer does with its model between two runs; each is given components and a World first."""
 HELP = "distaccum.tools.help:show"
 """Prints what can be set, given ``train`` or ``plan`` and a key or group, and gives the exit code."""
 COMPLETE = "distaccum.tools.completion:complete"
@@ -126,6 +128,11 @@ TABLE = (
         "export",
         "distaccum.tools.export:main",
         "writes a checkpoint's weights into one safetensors file",
+    ),
+    Command(
+        "predict",
+        "distaccum.tools.predict:main",
+        "writes what a run's best weights say of each sample into a file",
     ),
     Command(
         "report",

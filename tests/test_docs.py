@@ -153,7 +153,7 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 -m distaccum doctor": (
         "tools/test_doctor_command.py::test_the_command_of_the_page_as_torchrun_starts_it"
     ),
-    "distaccum export checkpoints/step-N weights.safetensors": "tools/test_export.py::test_",
+    "distaccum export runs/NAME weights.safetensors": "unit/train/test_best.py::test_the_best_weights",
     "distaccum export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
         "tools/test_export.py::test_the_configuration_states_the_format_that_is_written"
     ),

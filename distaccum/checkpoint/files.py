@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -40,6 +41,8 @@ _T = TypeVar("_T")
 # EIO, ESTALE or EINTR of a network file system, EACCES, EMFILE.
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # another attempt changes nothing
+POINTERS = LATEST, BEST = ("latest", "best")
+"""Files beside checkpoints, each with the name of one."""
 _PAUSES_S = (0.02, 0.1, 0.5)  # before the second attempt, the third and the last
 
 
@@ -71,6 +74,15 @@ def listed(folder: Path, pattern: str = "*") -> list[Path]:
         return sorted(path for path in retried(lambda: list(folder.iterdir())) if fnmatch(path.name, pattern))
     except ABSENT:
         return []
+
+
+def pointed(path: Path) -> Path:
+    """What a ``latest`` or ``best`` beside checkpoints names; any other path as it is."""
+    if path.name not in POINTERS or not path.is_file():
+        return path
+    with path.open("rb") as file:
+        name = file.read(64).decode(errors="replace").strip()
+    return path.with_name(name) if re.fullmatch(r"step-\d+", name) else path
 
 
 def sync(path: Path) -> None:

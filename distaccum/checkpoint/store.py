@@ -15,7 +15,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, digests, is_file, listed, retried, sync, write_json, write_text
+from distaccum.checkpoint.files import (
+    ABSENT,
+    BEST,
+    LATEST,
+    digests,
+    is_file,
+    listed,
+    pointed,
+    retried,
+    sync,
+    write_json,
+    write_text,
+)
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -23,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_LATEST, _BEST = "latest", "best.json"
+_RECORD = "best.json"
+_CHECKPOINTS = "checkpoints"
 _REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
@@ -134,6 +147,8 @@ class CheckpointStore:
                 shutil.rmtree(path)
         for path, final in self.to_recover():
             path.rename(final)
+        if self.steps():
+            self._point_to_best()
 
     def to_recover(self) -> list[tuple[Path, Path]]:
         """What :meth:`recover` would put back, and where; reads only."""
@@ -171,14 +186,28 @@ class CheckpointStore:
         if before is not None:
             before = {name: value for name, value in before.items() if name != "before"}
         found = {"checkpoint": path.name, "metric": metric, "mode": mode, "value": value}
-        write_json(self.root / _BEST, found | {"before": before})
+        write_json(self.root / _RECORD, found | {"before": before})
+        if path.is_dir():
+            self._point_to_best()
+
+    def _point_to_best(self) -> None:
+        """Has ``best`` name the best one: once that is there, and before the one before may be pruned."""
+        try:
+            found = self.best()
+        except OSError as error:  # then nothing is pruned either
+            _log.warning("%s stays as it is: %s", self.root / BEST, error)
+            return
+        if found is None:
+            (self.root / BEST).unlink(missing_ok=True)
+        elif pointed(self.root / BEST).name != found["checkpoint"]:
+            write_text(self.root / BEST, found["checkpoint"] + "\n")
 
     def best(self, *, only_reads: bool = False) -> dict[str, Any] | None:
         """What :meth:`mark_best` has written; None where nothing was, or its checkpoint is gone.
 
         A damaged record is set aside, unless this ``only_reads``, and the log says so.
         """
-        file = self.root / _BEST
+        file = self.root / _RECORD
         try:
             found: dict[str, Any] | None = json.loads(retried(file.read_bytes, of=file))
             while found is not None and not (self.root / found["checkpoint"]).is_dir():
@@ -224,10 +253,11 @@ class CheckpointStore:
         for path in newer:  # once there is another one to go on from
             _clear(path)
             self._whole.discard(path.name)
-        write_text(self.root / _LATEST, final.name + "\n")
+        self._point_to_best()
+        write_text(self.root / LATEST, final.name + "\n")
         newest = max(self.steps(), key=_number, default=final)
         if newest != final:  # another process has saved it, while this one slept before it wrote
-            write_text(self.root / _LATEST, newest.name + "\n")
+            write_text(self.root / LATEST, newest.name + "\n")
 
     def _prune(self) -> None:
         """Removes what is older than the newest whole ones, under another name: one half removed is no damaged one."""
@@ -300,6 +330,31 @@ def _set_aside(path: Path, name: str, why: str) -> None:
     aside = next(free for free in names if not os.path.lexists(free))
     path.rename(aside)
     _log.warning("%s is %s now: %s", path, aside.name, why)
+
+
+def find(path: Path, *, best: bool = False) -> Path:
+    """The checkpoint that ``path`` names: its folder; what ``latest`` or ``best`` beside it names; or a run's newest.
+
+    Args:
+        path: of a checkpoint, a pointer, or a run directory. Nothing is verified but a run's newest.
+        best: that of the run with the best evaluation.
+
+    Raises:
+        CheckpointError: the run has none.
+        UnreadableError: see :meth:`CheckpointStore.newest_valid`.
+    """
+    store = CheckpointStore(path / _CHECKPOINTS, keep=0)
+    if best:
+        kept = store.best(only_reads=True)
+        if kept is None:
+            problem = f"{path} has no best checkpoint"
+            raise CheckpointError(f"{problem}: a run keeps one with checkpoint.best=eval_loss, or another result")
+        return store.root / str(kept["checkpoint"])
+    if not store.root.is_dir():
+        return pointed(path)
+    if (newest := store.newest_valid()) is None:
+        raise CheckpointError(f"{path} has no whole checkpoint")
+    return newest
 
 
 def verify(path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distaccum.checkpoint.files import Pieces, retried
+from distaccum.checkpoint.files import Pieces, pointed, retried
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError
 
@@ -163,6 +163,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def _files(path: Path, kind: str) -> list[Path]:
+    path = pointed(path)
     if not path.is_dir():
         return [path]
     index = path / f"{kind}.safetensors.index.json"  # Hugging Face's, of a model in several files

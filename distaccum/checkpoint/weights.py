@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
-from distaccum.engines.modules import clean, is_meta
+from distaccum.engines.modules import clean, is_meta, shard_like, to_local
 from distaccum.engines.state import is_extra, model_state, set_extra_state, to_bytes
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
@@ -198,13 +198,19 @@ def read(model: nn.Module, path: Path, *, unexpected: Sequence[str] = ()) -> InM
 
 
 @torch.no_grad()
-def fill(model: nn.Module, path: Path, *, missing: Sequence[str] = ()) -> None:
-    """Overwrites every parameter and buffer but those ``missing``; one tensor is read at a time."""
+def fill(model: nn.Module, path: Path, *, missing: Sequence[str] = (), average: str = "") -> None:
+    """Overwrites every parameter and buffer but those ``missing``; one tensor is read at a time.
+
+    Of a model in shards a rank takes its own. Where ``average`` names the kind of one that the folder has, weights are
+    taken from that, and the rest from the model.
+    """
     given = read(model, path)
+    averages: Mapping[str, Tensor] = TensorFiles(path, average) if average else {}
     for name, tensor in model_state(model).items():
         if name in missing:
             continue
         if not is_extra(name):
-            tensor.copy_(given[name])
+            value = averages[name] if name in averages else given[name]
+            to_local(tensor).copy_(to_local(shard_like(value, tensor)))
         elif name in given:
             set_extra_state(model, name, given[name])

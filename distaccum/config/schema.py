@@ -140,7 +140,7 @@ class RunConfig:
         self.metrics.check_checkpoints(self.checkpoint)
         require_seed("seed", self.seed)
         if self.resume not in ("never", "auto"):
-            exists = Path(self.resume).is_dir()
+            exists = Path(self.resume).exists()
             require(exists, "resume", self.resume, "no such checkpoint folder", "Use never, auto or an existing path")
             problem = f"and resume={self.resume} has weights too"
             require(self.init_from is None, "init_from", self.init_from, problem, "Leave one of them out")

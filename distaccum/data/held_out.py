@@ -126,6 +126,10 @@ class HeldOut:
             raise meant from problem
         expect_all(self._ids.taken, found, "the held-out data")
 
+    def size_of(self, number: int) -> int:
+        """How many samples are in a batch, by its number among all ranks'."""
+        return min(self._size, self.samples - self._size * number)
+
     def rows_of(self, batch: Any) -> int:
         """The samples of one of its batches, if it can be cut between them; else 0."""
         rows, _ = shape_of(batch)

@@ -206,3 +206,21 @@ def evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
         yield as_before
     finally:
         as_before()
+
+
+_MODES = "_distaccum_modes"
+
+
+def leave_evaluating(model: nn.Module) -> None:
+    """Leaves the model in evaluation mode; it keeps which of its modules were not frozen in that."""
+    vars(model)[_MODES] = [module.training for module in model.modules()]
+    model.eval()
+
+
+def train_again(model: nn.Module) -> None:
+    """Undoes :func:`leave_evaluating`, unless somebody has put the model into training mode since."""
+    modes = vars(model).pop(_MODES, [])
+    modules = list(model.modules())
+    if not model.training and len(modes) == len(modules):
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training

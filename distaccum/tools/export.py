@@ -1,4 +1,4 @@
-"""``distaccum export CHECKPOINT TARGET``: a checkpoint's weights, of any engine, in one file or a Hugging Face folder.
+"""``distaccum export RUN TARGET``: a checkpoint's weights, of any engine, in one file or a Hugging Face folder.
 
 A ``TARGET`` that ends with ``.safetensors`` is one file: it loads with
 ``model.load_state_dict(safetensors.torch.load_file(FILE))``, and with ``init_from=FILE``. Any other is a folder, for
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from distaccum import program
 from distaccum.checkpoint.files import sync
-from distaccum.checkpoint.store import verify
+from distaccum.checkpoint.store import find, verify
 from distaccum.checkpoint.tensors import TensorFiles, storable
 from distaccum.config.checks import bytes_of
 from distaccum.errors import CheckpointError, ConfigError, shorten
@@ -217,6 +217,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAINED, AVERAGE = "trained", "ema"
 _EPILOG = """\
 examples:
+  distaccum export runs/NAME weights.safetensors --best
   distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
   distaccum train init_from=weights.safetensors
   distaccum export runs/NAME/checkpoints/step-300 out --config-from llama
@@ -269,8 +270,6 @@ def export(
     if not checkpoint.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoint.parent.glob("step-*")))
         raise CheckpointError(f"{checkpoint}: there is no such folder{there and f'; beside it are {there}'}")
-    if there := ", ".join(sorted(path.name for path in (checkpoint / "checkpoints").glob("step-*"))):
-        raise CheckpointError(f"{checkpoint} is a run: name one of its checkpoints ({there} in checkpoints)")
     size = int(bytes_of("--max-shard-size", max_shard_size))
     one_file = target.suffix == ".safetensors"
     if one_file and config_from is not None:
@@ -311,7 +310,7 @@ def main() -> None:
     program.start()
     description = "Writes a checkpoint's weights into one file, or a Hugging Face folder."
     parser = Arguments("export", description, _EPILOG)
-    parser.add_argument("checkpoint", type=Path, help="a folder checkpoints/step-N")
+    parser.add_argument("checkpoint", type=Path, help="a run, whose newest is taken, or a folder checkpoints/step-N")
     parser.add_argument("target", type=Path, help="the safetensors file to write; any other name is a folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; by default as they are trained")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a folder's files: 5GB, the default")
@@ -321,10 +320,12 @@ def main() -> None:
     parser.add_argument(
         "--weights", choices=(TRAINED, AVERAGE), default=TRAINED, help="those that train, or their moving average"
     )
+    parser.add_argument("--best", action="store_true", help="of the run, the checkpoint with the best evaluation")
     given = parser.of()
     try:
+        checkpoint = find(given.checkpoint, best=given.best)
         count = export(
-            given.checkpoint,
+            checkpoint,
             given.target,
             dtype=given.dtype,
             max_shard_size=given.max_shard_size,
@@ -333,7 +334,7 @@ def main() -> None:
         )
     except (CheckpointError, ConfigError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    sys.stdout.write(f"{given.target}: {count} tensors of {given.checkpoint}\n")
+    sys.stdout.write(f"{given.target}: {count} tensors of {checkpoint}\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from time import time
 
 from distaccum import program
 from distaccum.checkpoint import state
-from distaccum.checkpoint.files import listed, retried
+from distaccum.checkpoint.files import BEST, listed, pointed, retried
 from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.tools.arguments import Arguments
@@ -92,7 +92,12 @@ def _checkpoint(folder: Path, name: str) -> Finding:
 def _best(store: CheckpointStore) -> Iterator[Finding]:
     best = store.best(only_reads=True)
     if best is not None:
-        yield Finding("best.json", f"{best['checkpoint']}: {best.get('metric')} {best.get('value')}")
+        behind = (
+            ""
+            if pointed(store.root / BEST).name == best["checkpoint"]
+            else f"; `{BEST}` names it from the next save on"
+        )
+        yield Finding("best.json", f"{best['checkpoint']}: {best.get('metric')} {best.get('value')}{behind}")
 
 
 def _owner(path: Path) -> Iterator[Finding]:

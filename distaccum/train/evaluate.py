@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -24,6 +25,7 @@ from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import KeyedRandom, RNGState, keys_of
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.modules import evaluating
 from distaccum.errors import MisuseError, ResourceError, shorten
 from distaccum.losses.base import AnyLoss, Loss, Predictor, Scorer, WindowLoss, is_window_loss, scores, window_scores
 from distaccum.losses.normalize import SINGLE, as_counts
@@ -36,6 +38,22 @@ _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean
 def evaluates(data: DataSpec, config: RunConfig) -> bool:
     """Whether the run makes evaluations."""
     return bool(data.held_out) and config.trainer.eval_every > 0
+
+
+@contextmanager
+def undisturbed(engine: Engine) -> Iterator[None]:
+    """Within the block the model is in evaluation mode, with rank 0's buffers; afterwards its modes and the random
+    numbers are as before. A collective.
+    """
+    generators = RNGState.capture(engine.device)
+    try:
+        with torch.no_grad(), evaluating(engine.unwrapped_model):
+            engine.sync_buffers()
+            engine.buffers.begin()
+            yield
+            engine.buffers.check()
+    finally:
+        generators.restore()
 
 
 class EvaluationMetric(Protocol):
@@ -70,6 +88,7 @@ class Evaluation:
         limit: the most samples of a set, its first ones; None for all.
         metrics: further results, by name.
         seed: of the workers' random numbers.
+        kind: begins the results' names.
     """
 
     def __init__(
@@ -84,7 +103,9 @@ class Evaluation:
         limit: int | None = None,
         metrics: Mapping[str, EvaluationMetric] | None = None,
         seed: int = 0,
+        kind: str = "eval",
     ) -> None:
+        self._kind = kind
         self._engine, self._data, self._loss, self._world = engine, data, loss, world
         self._fixed_order, self._seed = engine.facts.numerics.fixed_order, seed
         self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
@@ -109,9 +130,8 @@ class Evaluation:
     @property
     def samples(self) -> dict[str, int]:
         """How many samples the results stand for: ``eval_samples``, or ``eval_NAME_samples`` of each set."""
-        return {f"{_prefix(name)}samples": one.samples for name, one in self._sets.items()}
+        return {f"{self._prefix(name)}samples": one.samples for name, one in self._sets.items()}
 
-    @torch.no_grad()
     def run(self) -> dict[str, float]:
         """``eval_loss``, the loss's other scores, and ``eval_bits_per_byte`` for text; of several sets each by name.
 
@@ -123,22 +143,11 @@ class Evaluation:
                 results have one name.
             DataError: a loading process has died.
         """
-        engine, activity = self._engine, self._world.activity
+        activity = self._world.activity
         activity.phase, activity.done = Phase.EVALUATION, 0
         activity.total = sum(one.rounds for one in self._sets.values())
-        generators = RNGState.capture(engine.device)
-        engine.sync_buffers()
-        engine.buffers.begin()
-        modes = [(module, module.training) for module in engine.unwrapped_model.modules()]  # some may be frozen
-        engine.unwrapped_model.eval()
-        try:
-            found = self._of_all()
-            engine.buffers.check()
-            return found
-        finally:
-            for module, training in modes:
-                module.training = training
-            generators.restore()
+        with undisturbed(self._engine):
+            return self._of_all()
 
     def _of_all(self) -> dict[str, float]:
         results: dict[str, float] = {}
@@ -146,12 +155,15 @@ class Evaluation:
             if not (self._checked or is_window_loss(self._loss)):
                 _check_sums(self._engine, held_out, self._loss, self._world)
                 self._checked = True
-            found = self._of_set(_prefix(name), held_out)
+            found = self._of_set(self._prefix(name), held_out)
             if twice := sorted((results.keys() | self.samples.keys()) & found.keys()):
                 problem = f"{shorten(twice)} would be two results of one evaluation"
                 raise MisuseError(f"{problem}: give the metric, the score or the held-out set another name")
             results |= found
         return results
+
+    def _prefix(self, name: str) -> str:
+        return f"{self._kind}_{name}_" if name else f"{self._kind}_"
 
     def _of_set(self, prefix: str, held_out: HeldOut) -> dict[str, float]:
         engine, loss, metrics = self._engine, self._loss, self._metrics
@@ -259,10 +271,6 @@ def _difference(whole: Mapping[str, Tensor], apart: Sequence[Mapping[str, Tensor
         if not abs(sum(parts) - float(score)) <= _MEAN_TOLERANCE * max(abs(float(score)), *map(abs, parts)):
             return f"its {name} is {float(score):.6g} of two samples together and {sum(parts):.6g} apart"
     return ""
-
-
-def _prefix(name: str) -> str:
-    return f"eval_{name}_" if name else "eval_"
 
 
 def _reset(metrics: Mapping[str, EvaluationMetric], loss: AnyLoss, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.state import SavedState
-from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.checkpoint.store import CheckpointStore, find, verify
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.data.agreement import differs
 from distaccum.data.cursor import position_mismatch
@@ -161,8 +161,8 @@ def _groups_of(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _read_named(resume: str) -> SavedState:
-    path = Path(resume)
     try:
+        path = find(Path(resume))
         verify(path)
         return checkpoint.read(path)
     except CheckpointError as error:

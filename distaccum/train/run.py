@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,11 @@ _CAUSE_S = 1.0  # within which the end of another rank's process is known, where
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended: its last evaluation, empty without one, and whether another process is to continue it."""
+    """How a run ended: its last evaluation, empty without one, whether another process is to continue it, and where."""
 
     evaluation: dict[str, float]
     preempted: bool
+    run_dir: Path
 
 
 class Launch:
@@ -311,7 +313,7 @@ def train(components: TrainingComponents, session: Session, signals: StopSignals
         if screen.console is not None:
             _end(run, loop, evaluation, screen.console, session=session)
         run.accumulator.close()  # the model and the optimizer may be trained on with
-        return RunResult(evaluation=evaluation, preempted=loop.preempted)
+        return RunResult(evaluation=evaluation, preempted=loop.preempted, run_dir=run_dir.path)
 
 
 def prepare_run(
@@ -458,8 +460,18 @@ def _end(run: TrainingRun, loop: Loop, evaluation: Mapping[str, float], console:
     reason = "; ".join(filter(None, (loop.stop_reason, not_finite(evaluation))))
     run.run_dir.write_status(state, step=loop.progress.step, reason=reason)
     if session.first_to("print the summary"):
+        best = None
+        with suppress(OSError):  # it is for people alone
+            best = run.store.best(only_reads=True)
         print_summary(
-            run.components, loop.progress, evaluation, run.run_dir, console, state=state, stop_reason=loop.stop_reason
+            run.components,
+            loop.progress,
+            evaluation,
+            run.run_dir,
+            console,
+            state=state,
+            stop_reason=loop.stop_reason,
+            best=best,
         )
 
 

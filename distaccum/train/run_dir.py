@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 _RESERVED = 4096  # bytes of a status, kept for a full disk
 # Of dead processes.
-_LEFT = (".*.json.*", ".*.jsonl.*", ".*.html.*", ".latest.*", ".writable*", ".owner-*", ".shared-*")
+_LEFT = (".*.json.*", ".*.jsonl.*", ".*.html.*", ".latest.*", ".best.*", ".writable*", ".owner-*", ".shared-*")
 
 
 class State(StrEnum):
@@ -88,6 +88,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.windows = path / "windows.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.report = path / "report.html"
         self.ranks = path / ".ranks"
         self.logs = path / "logs"
         self.hang = path / "hang"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.progress import Progress
+from distaccum.checkpoint.files import BEST
 from distaccum.data.loader import padding_share
 from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.packing import PackCollator
@@ -116,8 +117,12 @@ def print_summary(
     *,
     state: State,
     stop_reason: str,
+    best: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints how the run ended, and for text what simple models reach on the same split."""
+    """Prints how the run ended: its results, for text what simple models reach on the same split, and where things are.
+
+    ``best`` is the record of the best checkpoint.
+    """
     if state is State.PREEMPTED:
         saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto resumes it"
         if not components.config.checkpoint.saves:
@@ -140,6 +145,11 @@ def print_summary(
         say(console, not_finite(evaluation), style="bold red")
     if rows:
         print_results(rows, baselines, console)
+    if best is not None and components.config.checkpoint.best is not None:
+        step, value = str(best["checkpoint"]).removeprefix("step-"), f"{best['metric']} {best['value']:.4f}"
+        say(console, f"best: step {step}, {value}; {run_dir.checkpoints / BEST}")
+    if components.config.metrics.report:
+        say(console, f"report: {run_dir.report}")
 
 
 def print_results(rows: Mapping[str, float], baselines: Mapping[str, float], console: Console) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,11 +21,15 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import die_with_parent
-from distaccum.errors import ConfigError
+from distaccum.distributed.world import World
+from distaccum.engines.modules import leave_evaluating, train_again
+from distaccum.errors import CheckpointError, ConfigError
 from distaccum.losses.base import AnyLoss
+from distaccum.program import BEST, PREDICT, SCORE, load
 from distaccum.train.callbacks import Callback, named
 from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
+from distaccum.train.failure import group_timeout
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.run import Launch, Start, run
 from distaccum.train.run_dir import RunDir
@@ -70,6 +74,11 @@ class Trainer:
         ConfigError: whatever cannot work, before there is a process group.
     """
 
+    run_dir: Path | None
+    """Where :meth:`fit` writes, or has written; None before it, where no folder was given."""
+    preempted = False
+    """Whether :meth:`fit` saved and returned before its end, as a signal or ``trainer.max_time`` asked it to."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,9 +104,7 @@ class Trainer:
     ) -> None:
         self._began = monotonic()
         self._environment = LaunchEnvironment.current()
-        self._run_dir = run_dir
-        self.preempted = False
-        """Whether :meth:`fit` saved and returned before its end, as a signal or ``trainer.max_time`` asked it to."""
+        self._run_dir, self.run_dir = run_dir, None if run_dir is None else Path(run_dir)
         config = _checked(config)
         require_type("trainer.max_steps", max_steps, int | None)  # RunConfig takes a text of digits, as a variable's is
         stated = max_steps is not None or max_epochs is not None
@@ -141,6 +148,9 @@ class Trainer:
         SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C preempt it: it saves, sets :attr:`preempted` and returns; the same
         program with ``resume="auto"`` continues it. A second Ctrl-C ends the process at once.
 
+        The model is left in evaluation mode (``model.eval()``), with the last weights; see :meth:`load_best`. Another
+        ``fit`` trains in the modes of this one.
+
         Raises:
             ConfigError: the run directory cannot be used, or the checkpoint to resume from.
             NonFiniteError: too many gradients were NaN or infinite, on every rank; the weights are untouched.
@@ -148,6 +158,7 @@ class Trainer:
         """
         if self._environment.launched:
             die_with_parent()
+        train_again(self._components.model)
         folder = Path(self._run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-{token_hex(2)}")
         start = Start(
             make_components=lambda: self._components,
@@ -156,8 +167,67 @@ class Trainer:
             began=self._began,
         )
         result = run(start)
-        self.preempted = result.preempted
+        leave_evaluating(self._components.model)
+        self.preempted, self.run_dir = result.preempted, result.run_dir
         return result.evaluation
+
+    def load_best(self) -> Path:
+        """Loads the weights with the best evaluation, which ``checkpoint.best`` keeps, into the model.
+
+        On any engine and number of ranks, all of which call it. They may be of an earlier process, in a ``run_dir``
+        that was given. An optimizer's state stays as it is. Where an ``EMA`` is what was evaluated, it is that average.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            ConfigError: it is another model's.
+        """
+        if self.run_dir is None:
+            raise CheckpointError("load_best() looks in the run directory: call fit() before, or give run_dir=")
+        found: Path = load(BEST)(self._components, self._world(), self.run_dir)
+        return found
+
+    def test(self, dataset: Any) -> dict[str, float]:
+        """Evaluates the model as it is: ``test_loss``, and what else an evaluation gives, ``metrics`` included.
+
+        All ranks call it, with the same dataset, and get the same results: each sample counts once.
+
+        Args:
+            dataset: of samples as those to train on, with ``len()`` and ``[index]``, or a ``DataLoader`` over it; or
+                several by name, with results ``test_NAME_loss``.
+
+        Raises:
+            MisuseError: it is no such dataset, or has no samples.
+        """
+        found: dict[str, float] = load(SCORE)(self._components, self._world(), dataset)
+        return found
+
+    def predict(self, dataset: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """The model's output for each sample, once, in the dataset's order, in evaluation mode and without gradients.
+
+        All ranks call it, with the same dataset; each computes a part, and all get the whole, on the host. Write it to
+        a file where :attr:`is_main`.
+
+        Args:
+            dataset: as of :meth:`test`; samples may have no labels.
+            function: ``function(model, batch)`` gives what to keep of a batch in place of that, such as ``lambda model,
+                batch: model(batch[0]).argmax(-1)``: tensors, in dicts and tuples, with a row for each sample.
+
+        Returns:
+            A tensor ``(samples, ...)``, in fp32 where it is in 16 bits; a list of a tensor a sample where they differ
+            in shape, as of padded tokens. Of transformers' outputs it is the logits; of a ``WindowLoss`` what it
+            represents; of other dicts and tuples, those of such tensors.
+
+        Raises:
+            MisuseError: as :meth:`test`; or there is no row for each sample.
+        """
+        return load(PREDICT)(self._components, self._world(), dataset, function)
+
+    def _world(self) -> World:
+        trainer = self._components.config.trainer
+        return World.join(group_timeout(trainer), backend=trainer.backend)
 
 
 def _checked(config: RunConfig | None) -> RunConfig:

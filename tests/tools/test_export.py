@@ -105,18 +105,13 @@ def test_a_checkpoint_that_is_not_there_is_told_beside_those_that_are(gloo_world
         export.export(tmp_path / "absent" / "step-2", tmp_path / "out.safetensors")
 
 
-def test_of_a_run_directory_its_checkpoints_are_named(gloo_world: World, tmp_path: Path) -> None:
-    _saved(tmp_path / "checkpoints", gloo_world, "ddp")
-    with pytest.raises(CheckpointError, match=r"is a run: name one of its checkpoints \(step-1 in checkpoints\)$"):
-        export.export(tmp_path, tmp_path / "out.safetensors")
-
-
 def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = _saved(tmp_path, gloo_world, "ddp")
     monkeypatch.setattr("sys.argv", ["distaccum export", str(path), str(tmp_path / "out.safetensors")])
     export.main()
     assert (tmp_path / "out.safetensors").exists()
-    for bad in ([str(tmp_path / "absent"), "x"], [str(path), str(tmp_path / "nowhere" / "x")]):
+    absent, none = [str(tmp_path / "absent"), "x"], [str(tmp_path), str(tmp_path / "x"), "--best"]
+    for bad in (absent, none, [str(path), str(tmp_path / "nowhere" / "x")]):
         monkeypatch.setattr("sys.argv", ["distaccum export", *bad])
         with pytest.raises(SystemExit) as stop:
             export.main()

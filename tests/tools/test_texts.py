@@ -18,6 +18,7 @@ from distaccum.config.trainer import EvalConfig
 from distaccum.data.datasets.tokenizer import ByteTokenizer, train_tokenizer
 from distaccum.data.datasets.tokens import tokens
 from distaccum.distributed.world import World
+from distaccum.engines.modules import train_again
 from distaccum.errors import ConfigError
 from distaccum.losses.transformers import CausalLM
 from distaccum.models.gpt import GPT
@@ -141,6 +142,7 @@ def test_a_run_that_writes_texts_ends_in_the_weights_of_one_that_does_not(
     for samples in (0, 2):
         model = make()
         _trainer(tmp_path / str(samples), model, samples=samples, max_new_tokens=5, prompt_tokens=4).fit()
+        train_again(model)
         states.append((model.state_dict(), torch.get_rng_state(), [m.training for m in model.modules()]))
     (without, numbers, modes), (with_texts, *others) = states
     assert all(torch.equal(value, with_texts[name]) for name, value in without.items())

@@ -6,8 +6,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -44,6 +44,15 @@ def compute_in(dtype: torch.dtype, model: nn.Module) -> None:
 
     model.register_forward_pre_hook(cast, with_kwargs=True)
     model.register_forward_hook(widen)
+
+
+def gathered(parameters: Sequence[nn.Parameter], *, changes: bool) -> AbstractContextManager[None]:
+    """Within the block partitioned parameters are whole on every rank; afterwards ranks have parts of rank 0's."""
+    deepspeed = import_module("deepspeed")
+    found: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+        list(parameters), modifier_rank=0 if changes else None
+    )
+    return found
 
 
 class EngineLock:

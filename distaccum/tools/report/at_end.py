@@ -10,8 +10,6 @@ from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
 
-FILE = "report.html"
-
 
 class ReportAtEnd:
     """Writes ``report.html`` when its block is left, however the run ended, but for a second Ctrl-C.
@@ -34,7 +32,7 @@ class ReportAtEnd:
 
             self._run_dir.require_owned()
             if self._run_dir.metrics.exists():
-                write_text(self._run_dir.path / FILE, page([read_run(self._run_dir.path)]))
+                write_text(self._run_dir.report, page([read_run(self._run_dir.path)]))
         except Exception as problem:  # whatever a file of the run may hold
             reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            _log.warning("%s is not written: %s", self._run_dir.path / FILE, reason)
+            _log.warning("%s is not written: %s", self._run_dir.report, reason)

@@ -7,6 +7,10 @@ import os
 import pickle
 import random
 import re
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +23,8 @@ from torch import Tensor, nn
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state
 from distaccum.checkpoint import store as module
-from distaccum.checkpoint.files import write_text
-from distaccum.checkpoint.store import CheckpointStore, verify
+from distaccum.checkpoint.files import pointed, write_text
+from distaccum.checkpoint.store import CheckpointStore, find, verify
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
@@ -257,15 +261,8 @@ def test_an_error_before_publishing_leaves_what_was_there(gloo_world: World, tmp
     assert not (tmp_path / "step-1").exists()
 
 
-def test_the_best_is_known_whenever_a_run_dies(gloo_world: World, tmp_path: Path) -> None:
-    """It was noted after the checkpoint was there: one that died between the two was forgotten."""
+def test_a_damaged_record_of_the_best_is_set_aside(gloo_world: World, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    for step, value in ((1, 3.0), (2, 2.0)):
-        store.mark_best(tmp_path / f"step-{step}", metric="loss", mode="min", value=value)
-        before = store.best()
-        assert (None if before is None else before["value"]) == (None if step == 1 else 3.0)
-        store.save(step, gloo_world, _write)
-        assert (store.best() or {})["value"] == value
     (tmp_path / "best.json").write_text("[")
     assert store.best() is None
     assert (tmp_path / "damaged-best.json").read_text() == "["
@@ -342,3 +339,45 @@ def test_a_process_that_dies_in_between_loses_nothing(gloo_world: World, tmp_pat
     assert store.newest_valid() == path
     assert path.joinpath("state.json").read_text() == ("after" if published else "before")
     assert names(tmp_path) == ["latest", "step-5"]
+
+
+class Killed(BaseException):
+    """Ends the process."""
+
+
+def test_best_names_a_whole_one_whenever_the_process_dies(gloo_world: World, tmp_path: Path) -> None:
+    """At any of its calls that change the disk, of which there are some ten."""
+    left = 0
+
+    def dying(act: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return act(*args, **options)
+
+        return called
+
+    def save(root: Path, step: int) -> None:
+        store = CheckpointStore(root, keep=1)
+        mark = partial(store.mark_best, root / f"step-{step}", metric="eval_loss", mode="min", value=9.0 - step)
+        store.save(step, gloo_world, lambda folder: (folder / "x").write_text("") and None, before_publishing=mark)
+
+    for n in range(1, 99):
+        root = tmp_path / str(n) / "checkpoints"
+        save(root, 1)
+        left = n
+        with ExitStack() as patched, suppress(Killed):
+            for owner, name in ((module, "write_text"), (module, "write_json"), (Path, "rename"), (shutil, "rmtree")):
+                patched.enter_context(patch.object(owner, name, dying(getattr(owner, name))))
+            save(root, 2)
+        named = pointed(root / "best")
+        verify(named)
+        CheckpointStore(root, keep=1).recover()
+        assert find(root.parent, best=True) == pointed(root / "best")
+        if left > 0:
+            break
+    assert n > 5
+    assert named.name == "step-2"
+    assert sorted(path.name for path in root.iterdir()) == ["best", "best.json", "latest", "step-2"]

@@ -88,7 +88,7 @@ def test_help_lists_every_command(
         assert re.search(rf"^  {name} +\w", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["verify", "export", "report", "doctor", "audit", "wandb-upload"])
+@pytest.mark.parametrize("command", ["verify", "export", "predict", "report", "doctor", "audit", "wandb-upload"])
 def test_help_of_a_command_has_usage_and_examples(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +138,7 @@ def test_what_is_no_command_is_refused_in_one_line(
     [
         "verify --nosuch",
         "export --nosuch",
+        "predict --nosuch",
         "export FOLDER --nosuch=3 FILE",
         "report --nosuch",
         "report RUN --nosuch",
@@ -189,6 +190,8 @@ def test_what_else_is_wrong_with_the_arguments_is_named(
     [
         ("verify NOWHERE", 2, "NOWHERE holds no run"),
         ("export NOWHERE FILE", 2, "NOWHERE: there is no such folder"),
+        ("predict NOWHERE out=x.csv", 2, "NOWHERE: there is no such run"),
+        ("predict NOWHERE", 2, "out=: no file to write to. Use out=predictions.jsonl or .csv"),
         ("report NOWHERE", 2, "configuration error: RUN=NOWHERE: no such folder"),
         ("wandb-upload NOWHERE", 1, "NOWHERE: no run"),
     ],

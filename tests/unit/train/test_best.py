@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distaccum import CrossEntropy, DataSpec, EarlyStopping, Trainer
+from distaccum import EMA, CheckpointError, CrossEntropy, DataSpec, EarlyStopping, MisuseError, Trainer
+from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError
+from distaccum.tools import export
 from distaccum.train.checks import check_results
 from tests.support.runs import settings
 
@@ -61,6 +63,78 @@ def test_the_best_one_is_kept_beside_the_newest(gloo_world: Any, tmp_path: Path)
     assert _best(tmp_path) == {"checkpoint": "step-2", "metric": "eval_score", "mode": "min", "value": 2.0}
     assert _train(tmp_path, 7, SCORES[5:], best="eval_score", mode="min") == ["step-6", "step-7"]
     assert _best(tmp_path)["checkpoint"] == "step-6"
+
+
+def _given(folder: Path | None, callbacks: Any = (), **config: Any) -> tuple[Trainer, nn.Module]:
+    """A trainer that has not trained."""
+    model, data = nn.Linear(4, 3), DataSpec(train=DATA, eval_dataset=DATA)
+    settings = {"batch": {"global_size": 4, "micro_size": 4}, "metrics": {"wandb": {"mode": "disabled"}}} | config
+    given: Any = {"config": RunConfig.from_dict(settings), "callbacks": callbacks, "run_dir": folder}
+    return Trainer(model, CrossEntropy(), data, **given), model
+
+
+def _are_of(model: nn.Module, path: Path, kind: str = "model") -> bool:
+    saved = TensorFiles(path, kind)
+    return all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_the_best_weights_are_taken_by_name(
+    gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "best"
+    _train(run, 5, SCORES, best="eval_score", mode="min")
+    assert best.read_text() == "step-2\n"
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [f"best: step 2, eval_score 2.0000; {best}", f"report: {run / 'report.html'}"]
+    trainer, model = _given(run)
+    assert trainer.load_best() == best.with_name("step-2")
+    assert _are_of(model, best.with_name("step-2"))
+    for name, steps in {"init_from": 0, "resume": 2}.items():
+        trainer, model = _given(tmp_path / name, **{name: str(best)}, trainer={"max_steps": steps})
+        trainer.fit()
+        assert _are_of(model, best.with_name("step-2"))
+    for name, flags in {"step-5": [], "step-2": ["--best"]}.items():
+        monkeypatch.setattr("sys.argv", ["export", str(run), str(tmp_path / f"{name}.safetensors"), *flags])
+        export.main()
+        model.load_state_dict(dict(TensorFiles(tmp_path / f"{name}.safetensors")))
+        assert _are_of(model, best.with_name(name))
+
+
+def test_where_there_is_no_best_one_error_says_so(gloo_world: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"load_best\(\) looks in the run directory: call fit\(\) before, or"):
+        _given(None)[0].load_best()
+    _train(tmp_path, 2, SCORES)
+    with pytest.raises(CheckpointError, match=r"has no best checkpoint: a run keeps one with checkpoint\.best=eval_"):
+        _given(tmp_path)[0].load_best()
+    _train(tmp_path, 3, SCORES, best="eval_loss")
+    (tmp_path / "checkpoints" / "step-3" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step-3: missing, added or changed: model\.safetensors"):
+        _given(tmp_path)[0].load_best()
+
+
+def test_the_best_average_is_what_was_evaluated(gloo_world: Any, tmp_path: Path) -> None:
+    settings = {"trainer": {"max_steps": 3, "eval_every": 1}, "checkpoint": {"best": "eval_loss"}}
+    trainer, model = _given(tmp_path, [EMA(decay=0.5, evaluate=True)], **settings)
+    trainer.fit()
+    assert _are_of(model, trainer.load_best(), "ema")
+    assert trainer.test(DATA)["test_loss"] == pytest.approx(_best(tmp_path)["value"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "function", "problem"),
+    [
+        ([], None, "list has no samples: give a dataset with len"),
+        (iter(DATA), None, "is a stream, whose samples have no numbers"),
+        (DataSpec(train=DATA), None, "a DataSpec has samples to train on: give the dataset itself"),
+        (DATA, lambda model, batch: batch[0].sum(), r"a tensor of shape \[\] for 4 samples: say what to predict"),
+        (DATA, lambda model, batch: "none", "a str in what the model gives: say what to predict"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(gloo_world: Any, dataset: Any, function: Any, problem: str) -> None:
+    trainer, _ = _given(None)
+    for call in [lambda: trainer.predict(dataset, function)] + [lambda: trainer.test(dataset)] * (function is None):
+        with pytest.raises(MisuseError, match=problem):
+            call()
 
 
 def test_a_resumed_run_knows_the_best_before(gloo_world: Any, tmp_path: Path) -> None:

@@ -408,16 +408,30 @@ def test_the_last_update_is_logged_also_where_a_checkpoint_came_first(gloo_world
     assert record["step"] == 5
 
 
+class Modes(Callback):
+    """Which modules train in a window."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen = model, set[tuple[bool, ...]]()
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        self.seen.add(tuple(module.training for module in self.model.modules()))
+
+
 def test_what_is_frozen_stays_frozen(gloo_world: World, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).eval())
     mean = model[1].running_mean.clone()  # type: ignore[union-attr,operator]
     Trainer(model, CrossEntropy(), SOURCE, config=_config(), run_dir=tmp_path).fit()
-    assert model.training
-    assert not model[1].training
+    assert not any(module.training for module in model.modules())
+    modes = Modes(model)
+    again = Trainer(model, CrossEntropy(), SOURCE, config=_config(), callbacks=[modes], run_dir=tmp_path / "again")
+    again.fit()
+    assert modes.seen == {(True, True, False)}
     assert torch.equal(model[1].running_mean, mean)  # type: ignore[arg-type]
     pretrained = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
-    Trainer(pretrained, CrossEntropy(), SOURCE, config=_config(), run_dir=tmp_path / "pretrained").fit()
-    assert pretrained[1].training  # as a whole it came for evaluation
+    one: Any = {"config": _config(), "callbacks": [modes := Modes(pretrained)], "run_dir": tmp_path / "pretrained"}
+    Trainer(pretrained, CrossEntropy(), SOURCE, **one).fit()
+    assert modes.seen == {(True, True, True)}  # as a whole it came for evaluation
 
 
 class ScoresOnly(Bare):

@@ -1,0 +1,81 @@
+"""Run by torchrun: what a Trainer does with its model after a run, by every engine, on uneven numbers of samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer, World
+
+
+def samples(size: int) -> Any:
+    return [(x, x[:3].argmax()) for x in torch.randn(size, 4, generator=torch.Generator().manual_seed(size))]
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8).eval(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def trainer(engine: dict[str, Any], folder: Path, steps: int) -> Trainer:
+    config = {
+        "engine": engine,
+        "batch": {"global_size": 4, "micro_size": 2},
+        "optim": {"lr": 0.05},
+        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
+        "trainer": {"max_steps": steps, "eval_every": 1},
+        "checkpoint": {"every": 1, "keep": 1, "best": "eval_loss", "mode": "max"},  # of the first step: it learns
+        "metrics": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
+        "resume": "auto",
+    }
+    data = DataSpec(train=samples(16), eval_dataset=samples(50))
+    return Trainer(made(), CrossEntropy(), data, config=RunConfig.from_dict(config), run_dir=folder)
+
+
+@torch.no_grad()
+def away(one: Trainer, checkpoint: Path) -> float:
+    """How far all is from what the checkpoint's weights give in fp64, on one process: 7 samples, in batches of 2."""
+    model, data = made().eval(), samples(7)
+    model.load_state_dict({k: v for file in checkpoint.glob("model*.safetensors") for k, v in load_file(file).items()})
+    x, labels = torch.stack([pair[0] for pair in data]), torch.stack([pair[1] for pair in data])
+    logits = model.double()(x.double())
+    found: list[Tensor] = [
+        one.predict(data) - logits,
+        one.predict(DataLoader(x, batch_size=3)) - logits,  # without labels
+        one.predict(data, lambda model, batch: {"x": batch[0]})["x"] - x,
+    ]
+    for size in (7, 1):
+        tested, rows = one.test({"near": data[:size]}), logits[:size]
+        found += [nn.functional.cross_entropy(rows, labels[:size]) - tested["test_near_loss"]]
+        found += [(rows.argmax(1) == labels[:size]).double().mean() - tested["test_near_accuracy"]]
+    return max(float(part.abs().max()) for part in found)
+
+
+def main(path: str, *engines: str) -> None:
+    world, results = World.join(), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in engines:
+            engine: dict[str, Any] = {"name": name.partition("-")[0]}
+            engine |= {"stage": int(name[-1])} if name.startswith("deepspeed") else {}
+            run, results[name] = Path(world.broadcast_str(folder)) / name, {}
+            for steps in (3, 4):  # the second goes on with the first
+                one = trainer(engine, run, steps)
+                one.fit()
+                results[name][f"step-{steps}"] = away(one, run / "checkpoints" / f"step-{steps}")
+                best = one.load_best()
+                results[name][f"{best.name} of {steps}"] = away(one, best)
+        if world.is_main:
+            Path(path).write_text(json.dumps(results))
+        world.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
