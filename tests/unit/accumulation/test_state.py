@@ -1,9 +1,12 @@
-"""What an accumulator saves, and what it takes hold of: state, schedulers, optimizers, and all of it given back."""
+"""What an accumulator saves and holds, parameters without a gradient, and collectives that some ranks do not call."""
 
 from __future__ import annotations
 
 import io
+import threading
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from typing import Any
 
@@ -24,8 +27,12 @@ from torch.utils.data import DataLoader
 
 from distaccum import Accumulator
 from distaccum import functional as da
+from distaccum.accumulation.tracker import WINDOWS
+from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
+from distaccum.data.counter import GlobalCounter
+from distaccum.distributed.activity import Activity
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import ConfigError, MisuseError, PeerError, UntrainedParameterWarning
 from tests.support.schedule_free import ScheduleFree
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
@@ -380,3 +387,131 @@ def test_whole_numbers_of_numpy_are_taken(gloo_world: World) -> None:
     _run(acc, 5)
     _through_a_file(acc.state_dict())
     assert acc.global_batch_size == 4
+
+
+class Forked(nn.Module):
+    """The loss never sees ``spare``; ``detached`` gets a gradient of exactly zero."""
+
+    def __init__(self, *, used: bool) -> None:
+        super().__init__()
+        self.body, self.spare, self.detached = (nn.Linear(3, 3) for _ in range(3))
+        self.used = used
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(x) + (1.0 if self.used else 0.0) * self.detached(x)
+        return found + self.spare(x) if self.used else found
+
+
+def _train(world: World, engine: EngineConfig, *, used: bool, windows: int) -> None:
+    model = Forked(used=used)
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        global_batch_size=2,
+        micro_batch_size=2,
+        count=len,
+        world=world,
+        engine=engine,
+    )
+    for window in acc.windows(list(torch.randn(2 * windows, 3))):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(acc.model(micro.batch).square().sum())
+
+
+@pytest.mark.parametrize("engine", [DDPConfig(find_unused_parameters=True), FSDP2Config()], ids=["ddp", "fsdp2"])
+def test_parameters_that_never_get_a_gradient_are_named_once(gloo_world: World, engine: EngineConfig) -> None:
+    with pytest.warns(
+        UntrainedParameterWarning, match=r"detached.bias, detached.weight, spare.bias, spare.weight"
+    ) as said:
+        _train(gloo_world, engine, used=False, windows=2 * WINDOWS + 3)
+    assert len([one for one in said if one.category is UntrainedParameterWarning]) == 1
+
+
+def test_nothing_is_said_of_a_short_run_or_of_a_model_that_trains(gloo_world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _train(gloo_world, FSDP2Config(), used=False, windows=WINDOWS)
+        _train(gloo_world, DDPConfig(), used=True, windows=WINDOWS + 2)
+
+
+class _Together:
+    """Two ranks as two threads: each collective meets whichever the other one is in, as with gloo."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=10)
+        self._given: list[Any] = [None, None]
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._given[rank] = value
+        self._barrier.wait()
+        given = list(self._given)
+        self._barrier.wait()
+        return given
+
+
+class _Rank:
+    size = 2
+
+    def __init__(self, rank: int, together: _Together) -> None:
+        self.rank, self._together, self.activity = rank, together, Activity()
+
+    def all_reduce_host(self, numbers: Any) -> list[float]:
+        first, second = self._together.exchange(self.rank, list(numbers))
+        assert len(first) == len(second)  # gloo would wait, or write past the end
+        return [a + b for a, b in zip(first, second, strict=True)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._together.exchange(self.rank, value)
+
+    def all_gather_names(self, names: Any) -> tuple[str, ...]:
+        return tuple(sorted({name for given in self.all_gather_object(list(names)) for name in given}))
+
+
+def _on_two_ranks(run: Callable[[Any], Any]) -> list[Any]:
+    together = _Together()
+
+    def outcome(rank: int) -> Any:
+        try:
+            return run(_Rank(rank, together))
+        except (MisuseError, PeerError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(outcome, range(2)))
+
+
+@pytest.mark.parametrize("counts", [1, {"a": 1, "b": 2}], ids=["one loss", "two losses"])
+def test_a_collective_of_one_rank_alone_is_an_error_on_both(counts: Any) -> None:
+    """``if acc.world.is_main: print(acc.mean_loss())`` made both ranks wait for each other."""
+    width = 1 if isinstance(counts, int) else 2
+
+    def run(world: Any) -> Any:
+        counter = GlobalCounter(world, lambda _: counts)
+        counter.all_reduce([counter.micro_batch(None)])
+        assert counter.sum_together("mean_loss()", [1.0 + world.rank] * width) == [3.0] * width  # on both
+        assert counter.sum_together("state_dict()") == []
+        assert counter.sum_together("other()", [1.0] * (width + 3)) == [2.0] * (width + 3)
+        if world.rank == 0:
+            counter.sum_together("mean_loss()", [1.0] * width)
+        return counter.all_reduce([counter.micro_batch(None)])
+
+    found = _on_two_ranks(run)
+    assert [type(error) for error in found] == [MisuseError, PeerError]
+    for error in found:
+        assert "mean_loss() was called on some ranks alone" in str(error)
+        assert "`value = acc.mean_loss()` before `if acc.world.is_main:`" in str(error)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_counts_known_late_meet_it_too(late: bool) -> None:
+    def run(world: Any) -> Any:
+        counter = GlobalCounter(world, None if late else lambda _: 1)
+        batches = [] if late else [counter.micro_batch(None)]
+        counter.all_reduce(batches)
+        assert counter.sum_together("mean_loss()", [2.0]) == [4.0]
+        if world.rank == 1:
+            counter.sum_together("mean_loss()", [2.0])
+        return counter.all_reduce(batches)
+
+    assert sorted(type(error).__name__ for error in _on_two_ranks(run)) == ["MisuseError", "PeerError"]
