@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer, World
+from distaccum import CrossEntropy, DataSpec, Trainer, World
+from tests.support.runs import settings
 
 
 def samples(size: int) -> Any:
@@ -26,18 +27,11 @@ def made() -> nn.Module:
 
 
 def trainer(engine: dict[str, Any], folder: Path, steps: int) -> Trainer:
-    config = {
-        "engine": engine,
-        "batch": {"global_size": 4, "micro_size": 2},
-        "optim": {"lr": 0.05},
-        "schedule": {"_target_": "distaccum.train.schedules.Constant"},
-        "trainer": {"max_steps": steps, "eval_every": 1},
-        "checkpoint": {"every": 1, "keep": 1, "best": "eval_loss", "mode": "max"},  # of the first step: it learns
-        "metrics": {"console": False, "report": False, "wandb": {"mode": "disabled"}},
-        "resume": "auto",
-    }
+    kept = {"keep": 1, "best": "eval_loss", "mode": "max"}  # of the first step: it learns
+    stated: Any = {"checkpoint": kept, "optim": {"lr": 0.05}, "engine": engine, "resume": "auto"}
+    config = settings((4, 2), {"max_steps": steps, "eval_every": 1}, save=1, **stated)
     data = DataSpec(train=samples(16), eval_dataset=samples(50))
-    return Trainer(made(), CrossEntropy(), data, config=RunConfig.from_dict(config), run_dir=folder)
+    return Trainer(made(), CrossEntropy(), data, config=config, run_dir=folder)
 
 
 @torch.no_grad()
