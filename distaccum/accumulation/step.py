@@ -18,7 +18,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
 from distaccum.errors import MisuseError
 from distaccum.losses.base import Loss
-from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
+from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, logged_sums, normalize_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class Outcome:
     unscaled and before clipping) are the same on every rank. ``step`` is what the engine's step returned, None where
     the window counted nothing. ``applied``, ``finite`` and ``loss_scale`` wait until the device has computed the step.
     Where the window's units are dealt, ``by_unit`` has the losses of this rank's units, shape ``(losses, units)``.
+    ``logged`` has what the loss logs beside: by name a sum and its count, for each of these units, or once.
     """
 
     loss_sums: Mapping[str, Tensor]
@@ -37,6 +38,7 @@ class Outcome:
     step: StepOutput | None
     assignment: UnitAssignment | None = None
     by_unit: Tensor | None = None
+    logged: Sequence[Mapping[str, Tensor]] = ()
 
     @property
     def applied(self) -> bool:
@@ -56,6 +58,16 @@ class Outcome:
         every[:, list(self.assignment.units_of(rank))] = self.by_unit
         return every
 
+    def logged_of(self, rank: int, names: Sequence[str], like: Tensor) -> Tensor:
+        """What ``rank``'s loss logs, in the places of the losses ``like``: by name a row of sums and one of counts."""
+        every = like.new_zeros((2 * len(names), like.shape[1]))
+        places = range(1) if self.assignment is None else self.assignment.units_of(rank)
+        for place, found in zip(places, self.logged, strict=False):
+            for i, name in enumerate(names):
+                if name in found:
+                    every[2 * i : 2 * i + 2, place] = found[name]
+        return every
+
     @property
     def finite(self) -> bool:
         """Whether the gradient was neither NaN nor infinite."""
@@ -67,13 +79,16 @@ class Outcome:
         return 1.0 if self.step is None else self.step.loss_scale
 
 
-def all_reduce_loss_sums(outcome: Outcome, world: World, *, own: Sequence[float] = ()) -> Tensor:
+def all_reduce_loss_sums(
+    outcome: Outcome, world: World, *, logged: Sequence[str] = (), own: Sequence[float] = ()
+) -> Tensor:
     """The losses of a window summed over all ranks: fp64, one for each of ``outcome.counts``; a collective.
 
-    After them come the ``own`` numbers of every rank, one rank after the other; each has as many. Where units are
-    dealt, their losses are added in the units' order.
+    After them come sum and count of what is ``logged`` by these names, then the ``own`` numbers of every rank, one rank
+    after the other; each has as many. Where units are dealt, their losses are added in the units' order.
     """
     placed = outcome.placed(world.rank)
+    placed = torch.cat([placed, outcome.logged_of(world.rank, logged, placed)])
     sums = placed.flatten()
     if own:
         others = world.size - world.rank - 1
@@ -96,6 +111,7 @@ class LossSums:
         self._device, self._assignment = device, assignment
         self._sums: dict[str, Tensor] = {}
         self._by_unit: list[Mapping[str, Tensor]] = []
+        self._logged: list[dict[str, Tensor]] = []
 
     def add(self, loss: LossSum) -> None:
         """Adds one micro-batch's losses."""
@@ -103,6 +119,10 @@ class LossSums:
             before = self._sums.get(name)
             # A copy: the loop may change the loss that it gave in place.
             self._sums[name] = part.detach().clone() if before is None else before + part.detach()
+        if self._assignment is not None or not self._logged:
+            self._logged.append({})
+        for name, pair in logged_sums(loss, self._device).items():
+            self._logged[-1][name] = self._logged[-1].get(name, 0.0) + pair
         if self._assignment is not None:
             self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 
@@ -116,6 +136,7 @@ class LossSums:
             step=step,
             assignment=self._assignment,
             by_unit=None if self._assignment is None else self._units(counts),
+            logged=self._logged,
         )
 
     def _units(self, counts: Counts) -> Tensor:

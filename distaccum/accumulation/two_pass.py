@@ -34,7 +34,7 @@ from distaccum.engines.buffers import Buffers
 from distaccum.engines.ownership import leaves_of
 from distaccum.errors import MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.losses.base import AnyLoss, Loss, WindowLoss, is_window_loss
-from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, normalize_loss
+from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, as_loss_sums, logged_sums, normalize_loss
 from distaccum.verification.additivity import in_16_bits
 
 # What all ranks have represented of their batches, put together in one order on every rank.
@@ -211,6 +211,7 @@ class SecondPass:
         loss: of the window.
         parts: this rank's micro-batches.
         sums: the window's losses by name, this rank's shares.
+        logged: what the loss logs of the window, on this rank.
         tolerance: of the comparison of both passes.
     """
 
@@ -219,9 +220,10 @@ class SecondPass:
         loss: WindowLoss,
         parts: Sequence[_Part],
         sums: Mapping[str, Tensor],
+        logged: Sequence[Mapping[str, Tensor]],
         tolerance: float,
     ) -> None:
-        self.sums = sums
+        self.sums, self._logged = sums, logged
         self.fault = ""
         """In words, what differed between the passes, if they were compared; empty if nothing did."""
         self._represent, self.count = loss.represent, loss.count
@@ -234,7 +236,8 @@ class SecondPass:
 
     def outcome(self, outcome: Outcome) -> Outcome:
         """The outcome of the second pass, with the losses of the window: they are of no unit."""
-        return replace(outcome, loss_sums={**outcome.loss_sums, **self.sums}, assignment=None, by_unit=None)
+        sums = {**outcome.loss_sums, **self.sums}
+        return replace(outcome, loss_sums=sums, logged=self._logged, assignment=None, by_unit=None)
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """The products of the batch's representations with their gradients, summed; by loss."""
@@ -313,9 +316,10 @@ def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: i
     together = gather(world, parts, error=error, key=key)
     engine.activity.phase = Phase.FORWARD
     sums: dict[str, Tensor] = {}
+    logged: dict[str, Tensor] = {}
     gradients: dict[str, list[Tensor | None]] = {}
     try:
-        sums, gradients = _compare(engine, window, loss, together)
+        sums, logged, gradients = _compare(engine, window, loss, together)
         if compared:
             _expect_sums(engine, window, loss, together, gradients)
     except Exception as problem:
@@ -333,7 +337,7 @@ def represented(engine: Engine, window: Window, loss: WindowLoss, *, prefetch: i
     ]
     # Rank 0 has the whole of it: the shares are summed, and the sum does not depend on the number of ranks.
     shares = {name: total if world.is_main else torch.zeros_like(total) for name, total in sums.items()}
-    return SecondPass(loss, own, shares, tolerance)
+    return SecondPass(loss, own, shares, [logged] if world.is_main else [], tolerance)
 
 
 def _rows(tensors: Sequence[Tensor | None], spans: Sequence[tuple[int, int]]) -> list[Tensor | None]:
@@ -385,11 +389,12 @@ def _idle_steps(engine: Engine, window: Window) -> Sequence[Any]:
 
 def _compare(
     engine: Engine, window: Window, loss: WindowLoss, together: Representations
-) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
-    """The window's losses by name, and of each the gradient with respect to every tensor; the same on every rank."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, list[Tensor | None]]]:
+    """The window's losses, what is logged beside, and each loss's gradient by tensor; the same on every rank."""
     leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in together.tensors]
     others = OtherGenerators()
-    sums = _called(engine, window, loss, together.like(leaves), together.key)
+    given = _called(engine, window, loss, together.like(leaves), together.key)
+    sums, logged = as_loss_sums(given), logged_sums(given, engine.device)
     total = normalize_loss(sums, window.counts, 1)
     if others.have_drawn():
         problem = f"{type(loss).__name__} draws from NumPy's or Python's generators, which differ between ranks"
@@ -402,16 +407,14 @@ def _compare(
             "in represent(model, batch), as in a temperature that multiplies the representations"
         )
     gradients = {name: _gradients(part, leaves) for name, part in sums.items()}
-    return {name: part.detach() for name, part in sums.items()}, gradients
+    return {name: part.detach() for name, part in sums.items()}, logged, gradients
 
 
-def _called(
-    engine: Engine, window: Window, loss: WindowLoss, representations: Any, key: int | None
-) -> Mapping[str, Tensor]:
-    """The losses by name. What is drawn depends on the window alone, as in a micro-step: the same on every rank."""
+def _called(engine: Engine, window: Window, loss: WindowLoss, representations: Any, key: int | None) -> LossSum:
+    """The losses. What is drawn depends on the window alone, as in a micro-step: the same on every rank."""
     keys = keys_of([0], "comparison", window.samples if key is None else key, window.epoch)
     with torch.enable_grad(), KeyedRandom(engine.device).keyed(keys, 0):
-        return as_loss_sums(loss(representations))
+        return loss(representations)
 
 
 def _gradients(part: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
@@ -436,7 +439,7 @@ def _expect_sums(
     """
     leaves = [torch.cat([t, t]).requires_grad_(t.is_floating_point()) for t in together.tensors]
     try:
-        sums = _called(engine, window, loss, together.like(leaves), together.key)
+        sums = as_loss_sums(_called(engine, window, loss, together.like(leaves), together.key))
         doubled = {name: _gradients(part, leaves) for name, part in sums.items()}
     except Exception as problem:  # the user's code, on twice as much as it was made for
         _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)

@@ -28,7 +28,11 @@ _NUMBERED = {"f", "r"}  # letters that are a metric's name with a number alone: 
 
 
 def known_mode(metric: str) -> str | None:
-    """``min`` or ``max``, as the last word of the name that tells has it; None where none does."""
+    """``min`` or ``max``, as the last word of the name that tells has it; None where none does.
+
+    Of ``eval_f1/cat``, a number for a class, the metric's name tells.
+    """
+    metric = metric.partition("/")[0] if metric.startswith("eval_") else metric
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric)  # valAccuracy
     words = _WORDS.findall(spaced.lower().replace("cross_entropy", "crossentropy"))
     for word in [] if _TURNED.intersection(words) else reversed(words):

@@ -31,7 +31,12 @@ class Loss(Protocol):
         """
 
     def __call__(self, model: nn.Module, batch: Any) -> LossSum:
-        """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor."""
+        """The loss of ``batch``, summed (not averaged) over its count: a 0-dim fp32 tensor.
+
+        With ``return loss, {"accuracy": (right, labels)}`` the Trainer's records have ``accuracy`` too, which nothing
+        optimizes: the sums over all ranks of the record's window, divided; left out where the count is 0. Either may be
+        a number or a 0-dim tensor, which is read when the record is made.
+        """
 
 
 class WindowLoss(Protocol):
@@ -157,7 +162,7 @@ class Predictor(Protocol):
         """``(predictions, targets)`` of the items that count, in the shapes that the metrics take."""
 
 
-def from_mean(mean: Tensor, count: float | Tensor) -> Tensor:
+def from_mean(mean: LossSum, count: float | Tensor) -> Tensor:
     """The sum of a loss that is a mean over ``count`` items; 0, not NaN, where it is a mean over none.
 
     The gradient is then 0 too for torch's own losses without weights of classes. A mean that you compute yourself must

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import inf, log2
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,10 +13,15 @@ from torch import Tensor
 
 from distaccum.errors import MisuseError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 Counts = Mapping[str, float]
 """The count that each loss averages over, by name. A single loss has the name ``loss``."""
 Count = Callable[[Any], float | Counts]
-LossSum = Tensor | Mapping[str, Tensor]
+Logged = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""What a loss logs and nothing optimizes: sums, each with its count, by name."""
+LossSum = Tensor | Mapping[str, Tensor] | tuple[Tensor | Mapping[str, Tensor], Logged]
 
 SINGLE = "loss"
 _WIDE = (torch.float32, torch.float64)
@@ -69,11 +74,12 @@ def as_counts(count: float | Counts) -> Counts:
             plain = False
         elif not 0 <= value < inf:
             raise MisuseError(_not_a_count(name, value))
-    return counts if plain else {name: _as_python(value) for name, value in counts.items()}
+    return counts if plain else {name: as_python(value) for name, value in counts.items()}
 
 
-def _as_python(value: Any) -> float:
-    number = value.item() if isinstance(value, np.ndarray) else value
+def as_python(value: Any) -> float:
+    """A number of Python, NumPy or torch as Python's; reads one that is on a device."""
+    number = value.item() if isinstance(value, np.ndarray | Tensor) else value
     return int(number) if isinstance(number, Integral) else float(number)
 
 
@@ -91,16 +97,53 @@ def nearest_power_of_two(count: float) -> float:
 
 
 def as_loss_sums(loss: LossSum) -> Mapping[str, Tensor]:
-    """Sums by name; a bare tensor is a single loss.
+    """Sums by name; a bare tensor is a single loss. What is only logged is left out.
 
     Raises:
         MisuseError: it is neither a tensor nor tensors by name.
     """
+    if _logs(loss):
+        loss = loss[0]
     if isinstance(loss, Tensor):
         return {SINGLE: loss}
     if isinstance(loss, Mapping) and loss and all(isinstance(part, Tensor) for part in loss.values()):
         return loss
     raise MisuseError(_not_a_loss(loss))
+
+
+def logged_sums(loss: LossSum, device: torch.device) -> dict[str, Tensor]:
+    """What a loss returns beside its sums, to be logged: by name a sum and its count, fp64 of shape ``(2,)``.
+
+    Nothing is read from the device.
+
+    Raises:
+        MisuseError: it is no pair of numbers.
+    """
+    found = {}
+    for name, pair in loss[1].items() if _logs(loss) else ():
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_number, pair))  # noqa: PLR2004
+        if not (isinstance(name, str) and is_pair):
+            problem = f"the loss logs {name!r}: {pair!r:.80}, and a sum with its count is wanted"
+            raise MisuseError(f"{problem}: return loss, {{'accuracy': (right.sum(), len(labels))}}")
+        found[name] = torch.stack([_wide(one, device) for one in pair])
+    return found
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number of Python, NumPy or torch, perhaps as an array or tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf")
+
+
+def _wide(number: Any, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.detach().reshape(()).to(device, torch.float64)
+    return torch.full((), float(number), dtype=torch.float64, device=device)  # a copy to it would wait for it
+
+
+def _logs(loss: object) -> TypeIs[tuple[Tensor | Mapping[str, Tensor], Logged]]:
+    return isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping)  # noqa: PLR2004
 
 
 def refuse_loss(loss: object) -> NoReturn:
@@ -116,7 +159,8 @@ def _not_a_loss(loss: object) -> str:
         return f"{what}: return the sum of a loss of its logits, or use a mean with its count, out.loss * count"
     if isinstance(loss, tuple | list):
         what = f"the loss is a {type(loss).__name__} of {len(loss)}"
-        return f"{what}: return the sum alone, a 0-dim tensor (its count is given apart), or several sums by name"
+        beside = "or, with numbers to log, loss, {'name': (sum, count)}"
+        return f"{what}: return the sum alone, a 0-dim tensor (its count is given apart), or several by name; {beside}"
     if isinstance(loss, Mapping):
         others = [f"{name!r}: {type(part).__name__}" for name, part in loss.items() if not isinstance(part, Tensor)]
         return f"the losses by name are {{{', '.join(others)}}}: return a 0-dim tensor for each"

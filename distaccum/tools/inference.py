@@ -78,7 +78,7 @@ def agreed(world: World, look: Callable[[], Path]) -> Path:
     return Path(path)
 
 
-def score(components: TrainingComponents, world: World, dataset: Any) -> dict[str, float]:
+def score(components: TrainingComponents, world: World, dataset: Any) -> dict[str, Any]:
     """The results of an evaluation of other samples, as ``test_loss``; a collective.
 
     Args:
@@ -89,7 +89,7 @@ def score(components: TrainingComponents, world: World, dataset: Any) -> dict[st
     Raises:
         MisuseError: it is no dataset with a length, or has no samples.
     """
-    engine, results = AtRest(components.model, components.engine, world), dict[str, float]()
+    engine, results = AtRest(components.model, components.engine, world), dict[str, Any]()
     several = dict(dataset) if isinstance(dataset, Mapping) else {"": dataset}
     with engine.at_work():
         for name, one in several.items():
@@ -105,7 +105,7 @@ def score(components: TrainingComponents, world: World, dataset: Any) -> dict[st
                 seed=components.config.seed,
                 kind="test",
             )
-            results |= evaluation.run()
+            results |= evaluation.run() | evaluation.tables
     return results
 
 

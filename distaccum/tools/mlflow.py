@@ -87,8 +87,10 @@ class MLflowLogger(Logger):
         window, now = int(record["window"]), int(1000 * time.time())
         if window in self._has:
             return
-        if TEXTS in record:
-            self._client.log_dict(self._run, record[TEXTS], f"texts/window-{window}.json")
+        for name, value in record.items():
+            if name == TEXTS or isinstance(value, Mapping):
+                folder = "texts" if name == TEXTS else _key(f"tables/{name}")
+                self._client.log_dict(self._run, value, f"{folder}/window-{window}.json")
         numbers = {_key(name): value for name, value in record.items() if isinstance(value, int | float)}
         numbers["window"] = numbers.pop("window")  # the last to arrive: who finds it finds the others
         metrics = [Metric(name, float(value), now, window) for name, value in numbers.items()]

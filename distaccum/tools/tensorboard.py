@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
@@ -60,6 +61,10 @@ class TensorBoardLogger(Logger):
         for name, value in record.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(tag_of(name), value, self._window)
+            elif isinstance(value, Mapping):
+                lines = [value["columns"], ["---"] * len(value["columns"]), *value["rows"]]
+                table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+                self._writer.add_text(tag_of(name), table, self._window)
         for number, one in enumerate(record.get(TEXTS, ())):
             self._writer.add_text(f"eval/text_{number}", _as_code(one["prompt"] + one["text"]), self._window)
 

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.config.checks import require_choice, require_count
@@ -21,6 +24,24 @@ class Run(Protocol):
     @property
     def progress(self) -> Progress:
         """The run's progress."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without the engine's wrapper, to look at; its parameters are sharded where the engine shards."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Over the model's parameters, to look at; rates are changed by :attr:`Callback.lr_factor`."""
+
+    def log(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """Adds rank 0's numbers to the next record: to ``metrics.jsonl``, every tracker and the report.
+
+        That is the record of this update or evaluation, if it has one; between two records the last value of a name
+        stands. A tensor (0-dim) is read when the record is made. Sums over ranks are a loss's to log: see ``Loss``.
+
+        Raises:
+            MisuseError: it is no number, or the name is one of a record's own.
+        """
 
     def stop(self, reason: str) -> None:
         """Asks all ranks to stop; one rank that asks is enough.

@@ -34,7 +34,7 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import HOST_MEMORY, PROFILER, TEXTS, load
+from distaccum.program import HOST_MEMORY, METRICS, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback, Judging
 from distaccum.train.callbacks import check as check_callbacks
@@ -80,6 +80,12 @@ class Stated:
         """What writes texts at an evaluation; None where none are asked for."""
         texts: Texts | None = load(TEXTS)(self.data, self.model, self.config) if self.config.eval.samples else None
         return texts
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """What results of the metrics are called, or patterns of it; ConfigError where one computes no result."""
+        names: Any = load(METRICS)(self.data, self.model).names if self.metrics else None
+        return [one for name, metric in self.metrics.items() for one in names(name, metric)]
 
     @cached_property
     def most_ahead(self) -> int | None:
@@ -302,7 +308,7 @@ def check_results(run: Stated) -> None:
     """
     data, config = run.data, run.config
     workers = evaluation_workers(data, config.trainer.num_workers, asdict(config.trainer.loader))
-    best, names = config.checkpoint.best, cache(partial(_names, data, run.loss, run.metrics, workers))
+    best, names = config.checkpoint.best, cache(partial(_names, run, workers))
     if best is not None and not evaluates(data, config):
         raise ConfigError("checkpoint.best", best, "the run has no evaluation", "Hold data out, and set eval_every")
     if best is not None:
@@ -343,16 +349,12 @@ def _check_result(key: str, value: str, name: str, data: DataSpec, names: Callab
         raise ConfigError(key, value, "is no result of the evaluation", remedy)
 
 
-def _names(data: DataSpec, loss: AnyLoss, metrics: Mapping[str, Any], workers: WorkerOptions) -> list[str] | None:
-    """What the results of a held-out set are called, or patterns of it; None where nobody knows before they are there.
-
-    A metric may give numbers by name.
-    """
-    if (scored := _scored(data, loss, workers)) is None:
+def _names(run: Stated, workers: WorkerOptions) -> list[str] | None:
+    """What the results of a held-out set are called, or patterns of it; None where nobody knows beforehand."""
+    if (scored := _scored(run.data, run.loss, workers)) is None:
         return None
-    of_data = () if data.bytes_per_token is None else ("bits_per_byte",)
-    of_metrics = [name for metric in metrics for name in (metric, f"{metric}_*")]
-    return list(dict.fromkeys((SINGLE, *scored, *of_data, *of_metrics)))
+    of_data = () if run.data.bytes_per_token is None else ("bits_per_byte",)
+    return list(dict.fromkeys((SINGLE, *scored, *of_data, *run.metric_names)))
 
 
 def _scored(data: DataSpec, loss: AnyLoss, workers: WorkerOptions) -> Sequence[str] | None:
@@ -402,6 +404,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: _check_with_model(run.loss, run.model),
     lambda run: _check_loss_parameters(run.loss, run.model),
     lambda run: check_metrics(run.metrics, run.loss, evaluated=bool(run.data.held_out)),
+    lambda run: run.metric_names,
     _check_profile,
     lambda run: check_callbacks(run.callbacks, evaluates=evaluates(run.data, run.config)),
     lambda run: ema.check(run.callbacks, run.config),

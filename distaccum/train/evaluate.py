@@ -29,6 +29,7 @@ from distaccum.engines.modules import evaluating
 from distaccum.errors import MisuseError, ResourceError, shorten
 from distaccum.losses.base import AnyLoss, Loss, Predictor, Scorer, WindowLoss, is_window_loss, scores, window_scores
 from distaccum.losses.normalize import SINGLE, as_counts
+from distaccum.program import METRICS, load
 
 _log = logging.getLogger(__name__)
 _Found = tuple[Mapping[str, Tensor], Sequence[Any], Sequence[Any]]  # scores, predictions, representations
@@ -63,7 +64,7 @@ class EvaluationMetric(Protocol):
         """Adds one batch."""
 
     def compute(self) -> Any:
-        """A number, or numbers by name; a collective."""
+        """A number, a vector (a number for each class) or a matrix (a table), or these by name; a collective."""
 
     def reset(self) -> None:
         """Clears all batches."""
@@ -110,6 +111,9 @@ class Evaluation:
         self._fixed_order, self._seed = engine.facts.numerics.fixed_order, seed
         self._random, self._keys = KeyedRandom(engine.device, others=True), list[int]()
         self._metrics = metrics or {}
+        self._results_of: Any = load(METRICS)(data, engine.unwrapped_model) if metrics else None
+        self.tables: dict[str, Any] = {}
+        """What the metrics of the last evaluation gave that is no number, by name."""
         self._sets = {
             name: HeldOut(
                 dataset,
@@ -151,12 +155,15 @@ class Evaluation:
 
     def _of_all(self) -> dict[str, float]:
         results: dict[str, float] = {}
+        self.tables = {}
         for name, held_out in self._sets.items():
             if not (self._checked or is_window_loss(self._loss)):
                 _check_sums(self._engine, held_out, self._loss, self._world)
                 self._checked = True
             found = self._of_set(self._prefix(name), held_out)
-            if twice := sorted((results.keys() | self.samples.keys()) & found.keys()):
+            if twice := sorted(
+                (results.keys() | self.samples.keys()) & found.keys() | results.keys() & self.tables.keys()
+            ):
                 problem = f"{shorten(twice)} would be two results of one evaluation"
                 raise MisuseError(f"{problem}: give the metric, the score or the held-out set another name")
             results |= found
@@ -193,7 +200,9 @@ class Evaluation:
             bits = result[f"{prefix}loss"] / math.log(2) / self._data.bytes_per_token
             result[f"{prefix}bits_per_byte"] = bits
         for name, metric in metrics.items():
-            result |= _numbers(f"{prefix}{name}", metric.compute())
+            numbers, tables = self._results_of(f"{prefix}{name}", metric.compute())
+            result |= numbers
+            self.tables |= tables
         return result
 
     def _forward(self, model: nn.Module, batch: Any) -> _Found:
@@ -367,9 +376,3 @@ def _means(
     means = {name: total / (over.get(name, over.get(SINGLE)) or 1) for name, total in zip(names, totals, strict=True)}
     loss = sum(means[name] for name in counts)
     return {f"{prefix}loss": loss} | {f"{prefix}{name}": mean for name, mean in means.items()}
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    if isinstance(value, Mapping):
-        return {f"{name}_{key}": float(part) for key, part in value.items()}
-    return {name: float(value)}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.open_window import OpenWindow
@@ -16,13 +20,16 @@ from distaccum.checkpoint.store import CheckpointStore
 from distaccum.data.loader import WindowLoader
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
-from distaccum.errors import NonFiniteError, SpikeError
+from distaccum.errors import MisuseError, NonFiniteError, SpikeError, shorten
+from distaccum.losses.normalize import as_python, is_number
 from distaccum.train.components import TrainingComponents
-from distaccum.train.metrics.loggers import Logger
+from distaccum.train.metrics.loggers import Logger, refuse_taken
 from distaccum.train.metrics.meter import Utilization
 from distaccum.train.parts.base import Done, Part
 from distaccum.train.run_dir import RunDir
 from distaccum.train.screen import TRAINING
+
+_log = logging.getLogger(__name__)
 
 
 def tell_nobody(*_: object) -> None:
@@ -109,6 +116,17 @@ class Loop:
         """The last one, with its step."""
         self.waited_s = 0.0
         """Seconds that training has waited for data so far."""
+        self._own: dict[str, Any] = {}  # numbers of callbacks, for the next record
+
+    @property
+    def model(self) -> nn.Module:
+        """For callbacks: see ``distaccum.train.callbacks.Run``; so is :attr:`optimizers`."""
+        return self._accumulator.engine.unwrapped_model
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The run's."""
+        return self._components.optimizers
 
     @property
     def progress(self) -> Progress:
@@ -228,11 +246,24 @@ class Loop:
         """The learning rate of the last window."""
         return float(self._components.optimizers[0].param_groups[0]["lr"])
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Has the loggers write a record."""
+    def log(self, numbers: Mapping[str, float | Tensor]) -> None:
+        """For callbacks: see ``distaccum.train.callbacks.Run``."""
+        refuse_taken(numbers, "run.log() is given")
+        for name, value in numbers.items():
+            if not is_number(value):
+                problem = f"run.log() is given {name!r}: {value!r:.80}, which is no number"
+                raise MisuseError(f"{problem}: sums with counts over all ranks are what a loss returns to be logged")
+            self._own[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Has the loggers write a record, with the numbers of callbacks since the last one."""
+        own, self._own = self._own, {}
+        if twice := own.keys() & record.keys():
+            raise MisuseError(f"a callback and the loss both log {shorten(twice)}: give one of them another name")
         if not self._world.is_main:
             return
         self._run_dir.require_owned()
+        record = {**record, **{name: as_python(value) for name, value in own.items()}}  # a host read of a logged step
         for logger in self._loggers:
             logger.log(record)
 
@@ -285,6 +316,8 @@ class Loop:
             part.ends(self)
         results = {} if self.evaluation is None else self.evaluation[1]
         self.tell("on_end", lambda part: part.on_end(self, results))
+        if self._own and self._world.is_main:
+            _log.warning("%s is logged after the last record, and in none: use on_eval", shorten(self._own))
         return results
 
     def agree_on_the_end(self) -> None:

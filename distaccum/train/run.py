@@ -410,9 +410,15 @@ def _open_loggers(
         print_header(components, engine, run_dir, note, console, modules=modules)
     else:
         print_taken_over(progress, session.world.size, console)
-    device = session.world.device
     return build_loggers(
-        config.metrics, config.checkpoint, info, screen.logger, device=device, given=components.loggers
+        config.metrics,
+        config.checkpoint,
+        info,
+        screen.logger,
+        device=session.world.device,
+        given=components.loggers,
+        progress=lambda: accumulator.tracker.known_progress,
+        users=[*components.callbacks, components.loss],
     )
 
 

@@ -189,8 +189,8 @@ class Trainer:
         found: Path = load(BEST)(self._components, self._world(), self.run_dir)
         return found
 
-    def test(self, dataset: Any) -> dict[str, float]:
-        """Evaluates the model as it is: ``test_loss``, and what else an evaluation gives, ``metrics`` included.
+    def test(self, dataset: Any) -> dict[str, Any]:
+        """Evaluates the model as it is: ``test_loss``, and what else an evaluation's record has, ``metrics`` included.
 
         All ranks call it, with the same dataset, and get the same results: each sample counts once.
 
@@ -201,7 +201,7 @@ class Trainer:
         Raises:
             MisuseError: it is no such dataset, or has no samples.
         """
-        found: dict[str, float] = load(SCORE)(self._components, self._world(), dataset)
+        found: dict[str, Any] = load(SCORE)(self._components, self._world(), dataset)
         return found
 
     def predict(self, dataset: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:

@@ -133,5 +133,6 @@ def run_window(engine: Engine, window: Window, loss: Loss, *, prefetch: int = 2)
         step=step,
         assignment=own.assignment,
         by_unit=own.by_unit,
+        logged=own.logged,
         of_all=elastic.received,
     )

@@ -81,7 +81,7 @@ class ElasticLoop(Loop):
         if self._run.accumulator.world.is_main:
             self._written = last_window(self._run.run_dir.metrics)
             if self._record is not None:
-                self.log(self._record)
+                self.write(self._record)
         if self._memory is not None:  # what was kept before is of other ranks
             self.keep_in_memory()
         if self._owed is not None:
@@ -121,14 +121,14 @@ class ElasticLoop(Loop):
         else:
             super().note_evaluation(step, found)
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """The view before may have written it."""
         if "loss" in record:
             self._record = record
             if record["window"] > self._written:
-                super().log(record)
+                super().write(record)
         elif not self._is_written():
-            super().log(record)
+            super().write(record)
 
     def _is_written(self) -> bool:
         """Whether the last record is that of this evaluation, which the view before was to write."""

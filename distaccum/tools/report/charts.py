@@ -124,15 +124,16 @@ def _varying(runs: Sequence[Columns]) -> list[str]:
 
 
 def _held_out(there: Sequence[str]) -> list[Chart]:
-    """A chart for each score, with a line for each held-out set: every set says how many samples it has."""
+    """A chart for each score, with a line for each held-out set and class: every set says how many samples it has."""
     sets = sorted((m["set"] for name in there if (m := _COUNTS.match(name)) and m["set"]), key=len, reverse=True)
     scores: dict[str, list[Line]] = {}
     for name in there:
         if name.startswith(_EVALUATED) and not _COUNTS.match(name):
             rest = name.removeprefix(_EVALUATED)
             of = next((one for one in sets if rest.startswith(f"{one}_")), "")
-            score = rest[len(of) + 1 :] if of else rest
-            scores.setdefault(score, []).append(Line(name, of or score.replace("_", " ")))
+            score, _, label = (rest[len(of) + 1 :] if of else rest).partition("/")  # of a class
+            shown = " ".join(filter(None, (of, label))) or score.replace("_", " ")
+            scores.setdefault(score, []).append(Line(name, shown))
     return [
         Chart(
             key=f"eval_{_slug(score)}",

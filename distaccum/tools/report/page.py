@@ -39,7 +39,7 @@ def page(runs: Sequence[Run]) -> str:
         _table(*_overview(runs, whole), name="runs"),
         _section("differences", "What differs", _differences(runs)) if len(runs) > 1 else "",
         '<nav id="tools"></nav><main id="charts"><noscript><p>The curves need JavaScript.</p></noscript></main>',
-        _section("final", "Final numbers", _final(runs, whole)),
+        _section("final", "Final numbers", _final(runs, whole) + _tables(runs)),
         *(_about(run, alone=len(runs) == 1) for run in runs),
         f"<footer>{_notes(runs, drawn)}</footer>",
         f'<script type="application/json" id="data">{_embedded(_data(runs, whole, drawn))}</script>',
@@ -161,6 +161,21 @@ def _final(runs: Sequence[Run], whole: Sequence[Columns]) -> str:
         '<p class="quiet">The last value of each run and what it is judged by; the best in bold, if that is known.</p>'
     )
     return said + _table(["metric", *(_text(run.name) for run in runs)], rows, name="last")
+
+
+def _tables(runs: Sequence[Run]) -> str:
+    """The last table of each name in each run, as a confusion matrix."""
+    said = []
+    for run in runs:
+        last = {name: (one, record) for record in run.records for name, one in record.items() if isinstance(one, dict)}
+        for name, (one, record) in last.items():
+            columns, rows = one.get("columns"), one.get("rows")
+            if isinstance(columns, list) and isinstance(rows, list):
+                of = f" of {run.name}" if len(runs) > 1 else ""
+                said.append(f"<h3>{_text(name)}{_text(of)}, at update {_text(record.get('step'))}</h3>")
+                cells = (list(map(_text, row)) for row in rows if isinstance(row, list))
+                said.append(_table(list(map(_text, columns)), cells))
+    return "".join(said)
 
 
 def _compared(metric: str, title: str, values: Sequence[Any], direction: int) -> list[str]:

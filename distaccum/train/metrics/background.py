@@ -177,6 +177,7 @@ class InThread(Logger):
         kept: holds the checkpoints until the logger has had them.
         log_checkpoints: which it is told of: ``none``, ``best`` or ``all``.
         reads_later: what it is told of a checkpoint it reads later: it drops the files itself.
+        awaited_s: for which :meth:`begin` waits until the logger has begun.
     """
 
     def __init__(
@@ -190,19 +191,25 @@ class InThread(Logger):
         kept: KeptCheckpoints,
         log_checkpoints: str,
         reads_later: bool = False,
+        awaited_s: float = 0.0,
     ) -> None:
         self._name, self._logger, self._remedy = name, logger, remedy
         self._timeout, self._opening = timeout_s, opening_s
         self._kept, self._log_checkpoints, self._reads_later = kept, log_checkpoints, reads_later
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.later: Callable[[Callable[[], None]], None] = self._calls.put
+        """Has a function called in the thread."""
+        self._begun, self._awaited = Event(), awaited_s
         self._done, self._ended = 0, Event()
         Thread(target=self._work, name=f"{name}{_SUFFIX}", daemon=True).start()
 
     def begin(self, run: RunInfo) -> None:
         """Hands it over, and the checkpoints that an earlier process had no time for."""
         self._calls.put(partial(self._logger.begin, run))
+        self._calls.put(self._begun.set)
         for kept, step, best in self._kept.all(until=run.step):
             self._calls.put(partial(self._tell, kept, step, best=best))
+        self._begun.wait(self._awaited)
 
     def log(self, record: Record) -> None:
         """Hands a copy over."""
@@ -253,6 +260,7 @@ class InThread(Logger):
                 self._done += 1
         except Exception as error:  # whatever fails in there is no reason to lose a training run
             _log.warning("%s: %s: %s; %s", self._name, type(error).__name__, error, self._remedy)
+            self._begun.set()
             self._ended.set()
             Event().wait()  # W&B's exit handlers would fail too, at length: see is_left_behind
         self._ended.set()

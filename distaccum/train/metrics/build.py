@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from distaccum.accumulation.progress import Progress
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
 from distaccum.config.metrics import MetricsConfig, WandbConfig
@@ -52,11 +54,14 @@ def build_loggers(
     *,
     device: torch.device,
     given: Sequence[Logger] = (),
+    progress: Callable[[], Progress] = Progress,
+    users: Sequence[object] = (),
 ) -> list[Logger]:
     """The loggers of rank 0, begun: ``metrics.jsonl`` first, then what the settings turn on, then those ``given``.
 
-    ``console`` is the console's, which stands already; None without one. ``device`` is the training's. All but the
-    first two raise nothing.
+    ``console`` is the console's, which stands already; None without one. ``device`` is the training's, ``progress`` the
+    run's. Where one of ``users``, callbacks and the loss, names W&B itself, this waits for W&B's run. All but the first
+    two loggers raise nothing.
     """
     loggers: list[Logger] = [JsonlLogger(run.folder / "metrics.jsonl")]
     others: list[Logger] = []
@@ -64,7 +69,8 @@ def build_loggers(
         others.append(console)
     wandb = resolved(metrics.wandb)
     if wandb.mode != "disabled":
-        others.append(_wandb(wandb, run, (checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min")))
+        best = checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min"
+        others.append(_wandb(wandb, run, best, progress, awaited=any(map(_names_wandb, users))))
     if metrics.tensorboard.enabled:
         others.append(Tolerant("tensorboard", load(TENSORBOARD)))
     if metrics.mlflow.enabled:
@@ -77,20 +83,39 @@ def build_loggers(
     return [*loggers, *others]
 
 
-def _wandb(settings: WandbConfig, run: RunInfo, best: tuple[str | None, str]) -> Logger:
+def _wandb(
+    settings: WandbConfig,
+    run: RunInfo,
+    best: tuple[str | None, str],
+    progress: Callable[[], Progress],
+    *,
+    awaited: bool,
+) -> Logger:
     timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _WANDB_TIMEOUT_S
+    awaited_s = timeout if awaited else 0.0
     timeout = timeout if settings.log_checkpoints == "none" else UPLOAD_TIMEOUT_S
     kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
-    return InThread(
+    logger = WandbLogger(settings, kept, best=best)
+    thread = InThread(
         "Weights & Biases",
-        WandbLogger(settings, kept, best=best),
+        logger,
         opening_s=timeout,
         timeout_s=timeout,
         remedy=remedy_of(run.folder),
         kept=kept,
         log_checkpoints=settings.log_checkpoints,
         reads_later=True,
+        awaited_s=awaited_s,
     )
+    logger.progress, logger.later = progress, thread.later
+    return thread
+
+
+def _names_wandb(user: object) -> bool:
+    """Whether a callback's or a loss's code, or its module, names ``wandb``."""
+    kind = type(user)
+    codes = [code for one in kind.__mro__ for each in vars(one).values() if (code := getattr(each, "__code__", None))]
+    return hasattr(sys.modules.get(kind.__module__), "wandb") or any("wandb" in code.co_names for code in codes)
 
 
 def _itself(logger: Logger) -> Logger:

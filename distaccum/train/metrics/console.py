@@ -66,7 +66,7 @@ class ConsoleLogger(Logger, Screen):
             f"  {name.removeprefix('eval_').replace('_', ' ')} "
             + (f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
             for name, value in record.items()
-            if name.startswith("eval_") and name != TEXTS
+            if name.startswith("eval_") and isinstance(value, int | float)
         )
         if evaluated and self.console.is_terminal:
             say(self.console, step + line, style=style)

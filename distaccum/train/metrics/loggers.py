@@ -6,15 +6,16 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distaccum.checkpoint.files import retried, write_bytes
-from distaccum.errors import shorten
+from distaccum.errors import MisuseError, shorten
 
 # The names of a window's record, or patterns of them; what an evaluation gives begins with ``eval_``.
 
@@ -56,11 +57,22 @@ OF_RECORDS = (
 )
 
 
+def refuse_taken(names: Iterable[str], whose: str) -> None:
+    """Refuses names of somebody's own numbers that a record has already.
+
+    Raises:
+        MisuseError: one is a window's or an evaluation's.
+    """
+    for name in map(str, names):
+        if name.startswith("eval_") or any(fnmatchcase(name, one) for one in OF_RECORDS):
+            raise MisuseError(f"{whose} {name!r}, which is a name of every record's own: use another, as own_{name}")
+
+
 _log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 TEXTS = "eval_texts"
-"""The key of a record that has texts, each with its ``prompt`` and the ``text`` that follows; all else are numbers."""
+"""Texts of a record, each with its ``prompt`` and the ``text`` that follows; mappings are tables, all else numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +110,7 @@ class Logger:
         """Takes one record: a line of ``metrics.jsonl``, numbers by name. ``window`` is in no two of a run.
 
         With ``eval.samples`` a record of an evaluation has ``eval_texts`` beside them: a list of mappings with a
-        ``prompt`` and the ``text`` that follows it.
+        ``prompt`` and the ``text`` that follows it. A matrix of a metric is a mapping with ``columns`` and ``rows``.
         """
 
     def sync(self) -> None:

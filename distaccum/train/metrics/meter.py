@@ -16,6 +16,7 @@ from distaccum.accumulation.step import Outcome, all_reduce_loss_sums
 from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
+from distaccum.train.metrics.loggers import refuse_taken
 
 Record = dict[str, Any]
 _PAGES = Path("/proc/self/statm")
@@ -65,6 +66,7 @@ class Meter:
     def __init__(self, world: World, progress: Progress, utilization: Utilization | None = None) -> None:
         self._world, self._utilization = world, utilization
         self._underflow: torch.Tensor | None = None
+        self._logged: tuple[str, ...] = ()  # by a loss on any rank
         self._ended = inf  # the last window; its record may be due before one is run here
         self.waited_s = 0.0
         """Seconds that training has waited for data so far."""
@@ -95,19 +97,26 @@ class Meter:
         self.waited_s += waited
         if outcome.step is not None and outcome.step.underflow is not None:
             self._underflow = outcome.step.underflow
+        refuse_taken(_names(outcome), "the loss logs")
 
     def record(self, window: Window, outcome: Outcome, progress: Progress, *, lr: float) -> Record:
         """The record of ``window``; ``progress`` includes it. A collective."""
         memory, activity = memory_of(self._world.device), self._world.activity
         before_this, activity.phase = activity.phase, Phase.RECORD
-        sums = all_reduce_loss_sums(outcome, self._world, own=list(memory.values()))
+        new = _names(outcome) - {*self._logged}
+        own = [*memory.values(), len(new)]
+        sums = all_reduce_loss_sums(outcome, self._world, logged=self._logged, own=own)
         # The one host read of a logged step: all numbers at once.
         small = [outcome.grad_norm, *([] if self._underflow is None else [self._underflow])]
         numbers = torch.cat([sums, torch.stack([number.to(sums.dtype) for number in small])]).tolist()
         activity.phase = before_this
-        totals, of_ranks = numbers[: len(outcome.counts)], numbers[len(outcome.counts) : len(sums)]
+        first, end = len(outcome.counts), len(outcome.counts) + 2 * len(self._logged)
+        totals, logged, of_ranks = numbers[:first], numbers[first:end], numbers[end : len(sums)]
+        if any(of_ranks[len(memory) :: len(own)]):  # what a loss has not logged before: all ranks learn its name
+            self._logged = self._world.all_gather_names([*self._logged, *new])
+            return self.record(window, outcome, progress, lr=lr)
         grad_norm, *underflow = numbers[len(sums) :]
-        worst = {name: int(max(of_ranks[i :: len(memory)])) for i, name in enumerate(memory)}
+        worst = {name: int(max(of_ranks[i :: len(own)])) for i, name in enumerate(memory)}
         # A skip may be recorded late, when the next window has begun; its interval stays open.
         now = perf_counter()
         elapsed = (now if outcome.applied or self._ended > now else self._ended) - self._began
@@ -136,10 +145,16 @@ class Meter:
             "data_wait_s": self._waited / windows,
             **worst,
             **({} if self._utilization is None else self._utilization.metrics(samples_per_s)),
+            **{name: total / n for name, total, n in zip(self._logged, logged[::2], logged[1::2], strict=True) if n},
         }
         if outcome.applied:
             self.restart(progress)
         return record
+
+
+def _names(outcome: Outcome) -> set[str]:
+    """What the loss logs on this rank."""
+    return {name for unit in outcome.logged for name in unit}
 
 
 def memory_of(device: torch.device) -> dict[str, int]:

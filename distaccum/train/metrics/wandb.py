@@ -14,18 +14,20 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
+from distaccum.accumulation.progress import Progress
 from distaccum.config.direction import known_mode
 from distaccum.config.metrics import WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, shorten
 from distaccum.train.metrics.background import KeptCheckpoints, files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
@@ -72,6 +74,7 @@ def run_id(environment: Mapping[str, str] = os.environ) -> str:
 
 _log = logging.getLogger(__name__)
 
+_GLOBAL = ("config", "log", "summary", "save", "log_artifact", "use_artifact", "define_metric", "watch", "alert")
 _GIVEN = ("mode", "project", "name", "tags")  # to wandb.init as they are
 INIT_TIMEOUT_S = 120.0  # in its own thread, so patience costs nothing
 _ROOM = 2**18  # bytes that W&B writes at once, and more: it says nothing of a disk that is full
@@ -91,6 +94,11 @@ class WandbLogger(Logger):
     ) -> None:
         self._given = {name: getattr(settings, name) for name in _GIVEN}
         self._kept, self._best, self._preempted, self._has_room = kept, best, False, True
+        self._window = 0
+        self.progress: Callable[[], Progress] = Progress
+        """The run's, for the rows of ``wandb.log``."""
+        self.later: Callable[[Callable[[], None]], None] = lambda call: call()
+        """Has a function called where this logger's methods are, after those that were called before."""
 
     def begin(self, run: RunInfo) -> None:
         """Opens the W&B run, and sends what it has not got of the processes before."""
@@ -101,7 +109,6 @@ class WandbLogger(Logger):
         if self._is_full():  # W&B would print a traceback for each line of its log, and keep nothing
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
         self._run = self._open()
-        self._sender = Sender(self._run, self._best)
         # The next step; 0 offline. Before the first record one of the two knows it, by W&B's version.
         self._has_until = max(self._run.step, getattr(self._run, "starting_step", 0))
         before = False
@@ -155,6 +162,12 @@ class WandbLogger(Logger):
                 reinit="create_new",
                 settings=settings,
             )
+        self._sender = Sender(run, self._best)
+        if wandb.run is None:  # else the program has one of its own
+            vars(run)["log"] = self._log_own
+            for name in _GLOBAL:
+                setattr(wandb, name, getattr(run, name))
+            wandb.run = run
         for handler in logging.getLogger("wandb").handlers:  # or a full disk prints a traceback a line
             vars(handler)["handleError"] = _ignore
         if run.settings.save_code:
@@ -162,8 +175,27 @@ class WandbLogger(Logger):
         return run
 
     def _send(self, record: Record) -> None:
+        self._window = record["window"]
         if record["window"] >= self._has_until:
             self._sender.send(record)
+
+    def _log_own(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """``wandb.log`` of the program: a part of the present window's row, since W&B takes no step after a later one.
+
+        Raises:
+            TypeError: as W&B's own.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError("wandb.log must be passed a dictionary")
+        now = self.progress()
+        self.later(partial(self._send_own, {"step": now.step, **data}, now.window))
+
+    def _send_own(self, row: dict[str, Any], window: int) -> None:
+        if (at := max(window, self._window)) >= self._has_until:
+            try:
+                self._sender.log(row, step=at)
+            except Exception as error:  # of what the program gave: the records go on
+                _warn(f"wandb.log of {shorten(row)} failed: {type(error).__name__}: {error}")
 
     def checkpoint(self, path: Path, *, step: int, best: bool) -> None:
         """Makes an artifact of the files: W&B reads them where they are."""
@@ -208,7 +240,7 @@ class Sender:
     """
 
     def __init__(self, run: Run, best: tuple[str | None, str | None]) -> None:
-        self._run, self._best = run, best
+        self._run, self._best, self.log = run, best, run.log
         self._defined: set[str] = set()
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -216,17 +248,18 @@ class Sender:
     def send(self, record: Record) -> None:
         """Logs one record as the step ``window``."""
         given = dict(record)
-        if TEXTS in given:
-            import wandb  # noqa: PLC0415
+        for name, value in record.items():
+            if name == TEXTS or isinstance(value, Mapping):
+                import wandb  # noqa: PLC0415
 
-            rows = [[one["prompt"], one["text"]] for one in given[TEXTS]]
-            given[TEXTS] = wandb.Table(columns=["prompt", "text"], data=rows)
+                rows = [[one["prompt"], one["text"]] for one in value] if name == TEXTS else value["rows"]
+                given[name] = wandb.Table(columns=["prompt", "text"] if name == TEXTS else value["columns"], data=rows)
         for name in record.keys() - self._defined:
             self._defined.add(name)
             # To W&B a dot begins a key within another, and a star stands for any text; it refuses one in the middle.
             if (best := best_of(name, *self._best)) is not None and "*" not in name:
                 self._run.define_metric(name.replace(".", r"\."), step_metric="step", summary=f"{best},last")
-        self._run.log(given, step=record.get("window"))
+        self.log(given, step=record.get("window"))
 
 
 def best_of(name: str, named: str | None = None, mode: str | None = None) -> str | None:

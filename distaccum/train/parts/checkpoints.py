@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state as checkpoint
@@ -37,16 +37,10 @@ class _Then:
     """A run as callbacks see it that are told of a checkpoint, which it made some windows ago."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
-        self._run, self._progress = run, progress
+        self._run, self.progress = run, progress
 
-    @property
-    def progress(self) -> Progress:
-        """The checkpoint's."""
-        return self._progress
-
-    def stop(self, reason: str) -> None:
-        """See :class:`Run`."""
-        self._run.stop(reason)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
 
 
 class Checkpoints(Part):
@@ -323,7 +317,7 @@ class Checkpoints(Part):
         for logger in self._loggers:
             logger.checkpoint(path, step=progress.step, best=self._is_best)
         self._run.tell_saved(progress.step, path)
-        seen: Run = run if progress == run.progress else _Then(run, progress)
+        seen = run if progress == run.progress else cast(Run, _Then(run, progress))
         run.tell("on_checkpoint", lambda part: part.on_checkpoint(seen, path))
         _log.info("saved %s", path)
 

@@ -73,9 +73,10 @@ class Evaluations(Part):
                 found = self._evaluation.run() if found is None else found
                 write = self._components.texts
                 texts = {} if write is None else {TEXTS: write(self._accumulator.engine)}
-            if twice := found.keys() & texts.keys():
+            tables = self._evaluation.tables
+            if twice := (found.keys() | tables.keys()) & texts.keys():
                 problem = f"{shorten(twice)} are the texts of an evaluation, and a result of it too"
                 raise MisuseError(f"{problem}: give the metric or the score another name")
             self._accumulator.world.activity.phase = Phase.BETWEEN
             run.note_evaluation(step, found)
-        return {**found, **self._evaluation.samples, **texts}
+        return {**found, **self._evaluation.samples, **tables, **texts}

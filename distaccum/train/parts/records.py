@@ -82,13 +82,13 @@ class Records(Part):
                 "samples": progress.samples,
                 "tokens": int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens,
             }
-            run.log(record | self._added(run, None))
+            run.write(record | self._added(run, None))
 
     def make(self, run: Loop, done: Done) -> None:
         """Makes the record of a window; a collective."""
         lr = run.lr if done.lr is None else done.lr
         record = self._meter.record(done.window, done.outcome, done.progress, lr=lr)
-        run.log({**record, **_numbers_of(self._accumulator), **self._added(run, done)})
+        run.write({**record, **_numbers_of(self._accumulator), **self._added(run, done)})
         run.logged = {"window": done.progress.window, "step": done.progress.step}
         self.write_status(run)
 

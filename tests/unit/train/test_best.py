@@ -233,7 +233,7 @@ def test_a_name_that_is_no_result_is_refused_as_far_as_it_is_known(
 
     def check(name: str) -> None:
         config = RunConfig.from_dict({"checkpoint": {"best": f"{prefix}{name}", "mode": "min"}})
-        given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=loss, metrics={"f1": Score([])})
+        given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=loss, metric_names=["f1", "f1_*"])
         check_results(given)
 
     for name in good:
@@ -296,7 +296,7 @@ NONE = DataSpec(train=[(0, 1)] * 4, description="")
 
 def _check(data: DataSpec, objective: Any) -> None:
     config = RunConfig.from_dict({"objective": objective})
-    given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=CrossEntropy(), metrics={})
+    given: Any = SimpleNamespace(data=data, config=config, callbacks=[], loss=CrossEntropy(), metric_names=[])
     check_results(given)
 
 

@@ -255,8 +255,8 @@ def test_ranks_reduce_one_format_whatever_their_own_sums_are_in(gloo_world: Worl
     accumulator.tracker.last = outcome
     with OperationCounter() as averaged:
         assert accumulator.mean_loss() == 2.0
-    # And the memory of the one rank; and where the ranks are.
-    for operations, numbers in ((recorded, 3), (averaged, 3)):
+    # And the memory of the one rank, and whether its loss logs a new name; and where the ranks are.
+    for operations, numbers in ((recorded, 4), (averaged, 3)):
         assert (operations.counts["other reductions"], operations.counts["other bytes"]) == (1, numbers * 8)
         assert operations.counts["gradient reductions"] == 0
 
