@@ -190,7 +190,7 @@ class OpenWindow:
         factor = self._engine.facts.gradient_divide_factor
         if self.proof is not None:
             self._engine.activity.phase = activity.Phase.BACKWARD
-            self.proof.before_backward(loss, self.provisional_count)
+            self.proof.before_backward(loss, self.provisional_count, count)
         total = normalize_loss(loss, counts, factor, own_counts=own_counts)
         backward(self._engine, total, last=self._left == 1)
         self._sums.add(loss)

@@ -14,7 +14,7 @@ from distaccum.engines.compiled import compiled_parts
 from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import InOrder
-from distaccum.losses.normalize import LossSum
+from distaccum.losses.normalize import Counts, LossSum
 from distaccum.program import FAULT, load
 from distaccum.verification.comparison import Comparison, compare
 from distaccum.verification.directional import compare_with_slope
@@ -76,14 +76,15 @@ class GradientProof:
 
     # --- while the window runs
 
-    def before_backward(self, total: LossSum, provisional_count: float) -> None:
+    def before_backward(self, total: LossSum, provisional_count: float, counts: float | Tensor | Counts | None) -> None:
         """Walks the graph of a micro-batch's loss in a user's loop, unless the window is to be run again.
 
         Args:
             total: the loss that the loop gave.
             provisional_count: what it is divided by where the count is not known yet.
+            counts: what the loop gave as the micro-batch's count.
         """
-        self.records.note(total)
+        self.records.note(total, counts)
         self.records.provisional_count = provisional_count
         if self.records.loss is not None or self._problem:
             return
@@ -106,6 +107,7 @@ class GradientProof:
         infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
         if infinite:
             return  # the step is skipped, and the next window verified
+        self.records.means.check(self._world)
         if isinstance(self.records.loss, InOrder):
             fault = self.records.loss.fault
             if faults := self._world.all_gather_names([fault] if fault else []):

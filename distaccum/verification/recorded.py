@@ -13,6 +13,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.losses.base import InOrder, Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
+from distaccum.program import MEANS, load
 
 
 class RecordedWindow:
@@ -40,6 +41,9 @@ class RecordedWindow:
         """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
         self.batches = [micro.batch for micro in window.micro_batches]
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
+        self._counts = [micro.counts for micro in window.micro_batches]
+        self.means = load(MEANS)()
+        """What the graphs of its losses say."""
         self._engine = engine
 
     def rerun_with(self, loss: Loss) -> None:
@@ -61,8 +65,9 @@ class RecordedWindow:
 
     def begin(self, window: Window) -> None:
         """The window is run from here on, perhaps once more and in smaller micro-batches."""
-        self.states, self.totals = [], []
+        self.states, self.totals, self.means = [], [], load(MEANS)()
         self.batches = [micro.batch for micro in window.micro_batches]
+        self._counts = [micro.counts for micro in window.micro_batches]
 
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with."""
@@ -74,8 +79,10 @@ class RecordedWindow:
         if isinstance(self.loss, InOrder):
             self.loss.begin(i)
 
-    def note(self, total: LossSum) -> None:
-        """Notes a micro-batch's losses."""
+    def note(self, total: LossSum, counts: Any = None) -> None:
+        """Notes a micro-batch's losses, and its counts where the window does not know them."""
+        if not isinstance(self.loss, InOrder):
+            self.means.note(total, self._counts[len(self.totals)] or counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
 
     @property

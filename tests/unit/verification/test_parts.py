@@ -305,7 +305,7 @@ def test_a_mean_and_a_count_of_padding_are_named_before_a_weight_moves(
         (noisy, labelled, ""),
         (contrastive, lambda b: float(len(b["tokens"])), "it compares the samples of a micro-batch"),
         (lambda m, b: of_tokens(m, b, "mean"), lambda _: 1.0, "it depends on the micro-batch size"),
-        (lambda m, b: of_tokens(m, b) / 4, labelled, "is 4 times that, as many as there are micro-batches"),
+        (lambda m, b: 0.25 * of_tokens(m, b), labelled, "is 4 times that, as many as there are micro-batches"),
     ],
 )
 def test_what_is_legitimate_trains_and_is_logged(

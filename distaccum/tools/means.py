@@ -1,0 +1,253 @@
+"""What the graph of a loss says of it: a mean that is given as a sum, or with another count than it is a mean over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import isclose, isnan, log2, nan, prod
+from typing import Any
+
+from torch import Tensor, float32
+
+from distaccum.distributed.world import World
+from distaccum.errors import VerificationError
+from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
+from distaccum.verification.expected import CLOSING
+
+_PAIR, _MOST, _SCALE = 2, 256, 256.0  # the nodes that are looked at; the least that a loss scaler multiplies by
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
+_KEEPS = r"(ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze|NanToNum|Mean|Sum)Backward\d"  # the value of one element
+_JOINS = r"(Stack|Cat|Index\w+|Scatter\w*|Segment\w*|Cumsum)Backward\d|.*Backward"  # rows, or nobody knows what
+_LAYER = r"(Addmm|Mm|Bmm|Convolution|Embedding|\w*Loss\w*)Backward\d|torch::autograd::AccumulateGrad"
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """A mean or a sum that a loss is made of, times ``factor``; of what is neither only the factor is known."""
+
+    factor: float = 1.0
+    divisors: tuple[float, ...] = ()  # in the factor
+    scale: float = 1.0  # in the factor, from fp32 tensors such as a loss scaler's
+    kind: str = ""
+    mean: bool = False
+    items: float = 0.0  # that are reduced; torch counts labels by the weights of their classes
+    shape: tuple[int, ...] = ()  # of what is reduced
+    labels: bool = False
+
+    def times(self, factor: float, *, divisor: float = 1.0, scale: float = 1.0) -> _Term:
+        divisors = self.divisors if divisor == 1.0 else (*self.divisors, divisor)
+        return replace(self, factor=self.factor * factor / divisor, divisors=divisors, scale=self.scale * scale)
+
+
+class Means:
+    """The losses of a window's micro-batches, as their graphs tell of them."""
+
+    def __init__(self) -> None:
+        self._noted: list[list[tuple[str, float, Sequence[_Term]]]] = []  # name, count and terms of each loss
+
+    def note(self, losses: LossSum, counts: Any) -> None:
+        """Notes what the next micro-batch gives as its sums, before its backward; may wait for the device.
+
+        Args:
+            losses: a 0-dim tensor, or one for each of several losses, by name.
+            counts: of the micro-batch: a number, a 0-dim tensor, or numbers by name.
+        """
+        by_name = counts if isinstance(counts, Mapping) else {SINGLE: counts}
+        known = {name: loss for name, loss in as_loss_sums(losses).items() if by_name.get(name)}
+        self._noted.append([(name, float(by_name[name]), _terms(loss.grad_fn)) for name, loss in known.items()])
+
+    def check(self, world: World) -> None:
+        """Judges what all ranks have noted; a collective.
+
+        Raises:
+            VerificationError: a loss is a mean and was given as a sum, its mean is over another count, or it is divided
+                by the number of micro-batches, or multiplied by a loss scale; on all ranks.
+        """
+        steps, own, shares = len(self._noted), list[str](), list[tuple[str, float, str]]()
+        parts = {"micro-batches": steps, "ranks": world.size, "micro-batches on all ranks": steps * world.size}
+        for i, losses in enumerate(self._noted):
+            for name, count, terms in losses:
+                where = f"the loss {name!r} of micro-batch {i} on rank {world.rank} "
+                problem = _forgotten(terms, count) or _factored(terms, count, parts)
+                own += [where + problem] if problem else []
+                shares.append((name, *_share(terms, count, where)))
+        told = world.all_gather_object((own[:1], shares))
+        problems = [one for each, _ in told for one in each] or _miscounted([one for _, each in told for one in each])
+        if problems:
+            raise VerificationError(f"{problems[0]}. {CLOSING}")
+
+
+def _terms(root: Any) -> Sequence[_Term]:
+    """What a loss is the sum of; empty where nobody knows."""
+    with suppress(AttributeError, IndexError, TypeError):  # torch promises nothing of its nodes
+        return _unsmoothed(_read(root))
+    return []
+
+
+def _read(root: Any) -> list[_Term]:
+    found, left = list[_Term](), [(root, _Term())]
+    for _ in range(_MOST):
+        if not left or root is None:
+            return found
+        node, outer = left.pop()
+        name, given = node.name(), _inputs(node)
+        if name in ("AddBackward0", "SubBackward0"):
+            second = node._saved_alpha * (1 if name == "AddBackward0" else -1)
+            left += [(one, outer.times(second if i else 1)) for i, (one, _) in enumerate(node.next_functions) if one]
+        elif name == "NegBackward0":
+            left.append((given[0], outer.times(-1)))
+        elif name == "WhereBackward0" and len(set(map(_same_value, given))) == 1:  # as ``from_mean`` gives it
+            left.append((_same_value(given[0]), outer))
+        elif (value := _same_value(node)) is not node:
+            left.append((value, outer))
+        elif len(given) == 1 and (by := _factor(node, name)):
+            number, scales = float(by), isinstance(by, Tensor) and by.dtype is float32
+            by_it = outer.times(1, divisor=number) if name[0] == "D" else outer.times(number, scale=number**scales)
+            left.append((given[0], by_it))
+        else:
+            found.append(_reduction(node, name, given, outer))
+    return []
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [one for one, _ in node.next_functions if one]
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of what the node has computed in the forward."""
+    return tuple(map(int, node._input_metadata[0].shape))
+
+
+def _same_value(node: Any) -> Any:
+    """The node that the one element of a 0-dim tensor comes from."""
+    while re.fullmatch(_KEEPS, node.name()) and prod(_shape(_inputs(node)[0])) == 1:
+        node = _inputs(node)[0]
+    return node
+
+
+def _factor(node: Any, name: str) -> Any:
+    """The one number, or tensor of one, that a loss is multiplied or divided by; None where it is none."""
+    kind, of_other = re.sub(r"Backward\d$", "", name), node.next_functions[0][0] is not None
+    return _saved(node, "other" if of_other else "self") if kind == "Mul" or (kind == "Div" and of_other) else None
+
+
+def _saved(node: Any, name: str) -> Any:
+    """A number, or a tensor of one; None where a hook has it, which may compute a forward again."""
+    if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
+        return None
+    kept = getattr(node, f"_saved_{name}")
+    return kept if not isinstance(kept, Tensor) else kept.detach() if kept.numel() == 1 else None
+
+
+def _reduction(node: Any, name: str, given: Sequence[Any], outer: _Term) -> _Term:
+    """The term that ends in a node: a loss function of torch's, a mean or a sum."""
+    kind, reduction = re.sub(r"Backward\d*$", "", name), getattr(node, "_saved_reduction", None)
+    mean, labels = reduction == _MEAN or kind == "Mean", hasattr(node, "_saved_total_weight")
+    if not given or not (mean or reduction == _SUM or kind == "Sum") or (kind == "Mean" and _joins_rows(given[0])):
+        return outer
+    shape = _shape(given[0])
+    items = _saved(node, "total_weight") if labels else float(prod(shape))
+    if items is None or (isinstance(items, Tensor) and items.dtype.itemsize < float32.itemsize):  # wrong from 256 on
+        return outer
+    return replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels)
+
+
+def _joins_rows(node: Any) -> bool:
+    """Whether the first dimension may be another than that of the samples."""
+    left = [node]
+    for _ in range(_MOST):
+        if not left:
+            return False
+        node = left.pop()
+        if not re.fullmatch(_LAYER, node.name()):
+            dims, size = getattr(node, "_saved_dim", ()), len(_shape(_inputs(node)[0])) or 1
+            if re.fullmatch(_JOINS, node.name()) or {0, 2**64 - size} & set([dims] if isinstance(dims, int) else dims):
+                return True
+            left += _inputs(node)
+    return True
+
+
+def _unsmoothed(terms: list[_Term]) -> list[_Term]:
+    """One term in place of the two by which torch smooths the labels of a cross entropy."""
+    if len(terms) == _PAIR:
+        smooth, hard = sorted(terms, key=lambda term: term.labels)
+        if hard.labels and hard.mean and smooth.kind == "Sum" and hard.items in smooth.divisors:
+            return [replace(hard, factor=hard.factor + smooth.factor * hard.items * hard.shape[1])]
+    return terms
+
+
+def _forgotten(terms: Sequence[_Term], count: float) -> str:
+    """A mean over what was counted, which nothing multiplies by the count."""
+    means = [term for term in terms if _is_mean(term, count)]
+    if not means or count < _PAIR:  # of one sample, or once a micro-batch
+        return ""
+    if len(terms) > 1 and not (len(terms) % count and any(term.labels and term.items == count for term in means)):
+        return ""  # a mean for each sample, or of something else
+    return (
+        f"is a mean ({means[0].kind}, over {means[0].items:g}) and was given as the sum over a count of {count:g}, "
+        'which divides it a second time: write acc.backward(loss, count, reduction="mean"); where a function returns '
+        'it, reduction="sum" or da.from_mean(mean, count)'
+    )
+
+
+def _is_mean(term: _Term, count: float) -> bool:
+    if term.mean:
+        known = term.kind != "Mean" or count in (term.items, *term.shape[:1])
+        return known and term.items > 1 and _close(term.factor, 1.0)
+    features = (*term.shape[1:], prod(term.shape[1:]))  # by whose number a sum over samples may be divided
+    samples = not term.labels and count not in features and (count in term.shape[:1] or term.items % count > 0)
+    return (
+        (term.items == count or samples)
+        and count > _PAIR
+        and count in term.divisors
+        and _close(abs(term.factor) * count, 1.0)
+    )
+
+
+def _factored(terms: Sequence[_Term], count: float, parts: Mapping[str, int]) -> str:
+    """Multiplied by a power of two that is no count; or divided by the number of micro-batches or ranks."""
+    scale = min((term.scale for term in terms), default=0.0)
+    known = {count, *(number for term in terms for number in (term.items, *term.divisors))}
+    if scale >= _SCALE and log2(scale).is_integer() and scale not in known:
+        remedy = 'leave the GradScaler out, and give precision="fp16", which scales losses and gradients'
+        return f"is multiplied by {scale:g}, as scaler.scale(loss) does, and nothing divides it again: {remedy}"
+    for what, number in parts.items():
+        if terms and number >= _PAIR and all(_divides(number, term, count, len(terms)) for term in terms):
+            remedy = f"leave the division by {number} out, as the count of the whole window divides it"
+            return f"is divided by {number}, as many as there are {what}: {remedy}"
+    return ""
+
+
+def _divides(number: int, term: _Term, count: float, terms: int) -> bool:
+    """Whether a term is divided by a number, which is not that of something else, nor of the halves of a square."""
+    if number not in term.divisors or number in (terms, *term.shape[1:]) or (number == _PAIR and not term.labels):
+        return False
+    return term.items not in (0.0, number * count) and abs(term.factor) not in (1.0, count, term.items)
+
+
+def _share(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str]:
+    """What a label weighs in a loss that is one mean of labels, else NaN; and in words that the count is not theirs."""
+    term = terms[0] if len(terms) == 1 else _Term()
+    if not (term.labels and term.mean and term.items):
+        return nan, ""
+    each, rows, told = term.items / count, prod(term.shape[:1] + term.shape[2:]), ""
+    if not _close(each, round(each)) and (count >= _PAIR or rows == count):  # else the mean of each sample's labels
+        remedy = "count the labels that it does not ignore, after a shift, each with the weight of its class"
+        told = f"{where}is a mean over {term.items:g} ({term.kind}), and its count is {count:g}: {remedy}"
+    return term.factor / term.items, told
+
+
+def _miscounted(shares: Sequence[tuple[str, float, str]]) -> list[str]:
+    """Means over other counts, where the labels of one micro-batch therefore weigh more than those of another."""
+    for name in dict.fromkeys(name for name, _, _ in shares):
+        weights, wrong = [w for one, w, _ in shares if one == name], [t for one, _, t in shares if one == name and t]
+        if wrong and not any(map(isnan, weights)) and not _close(min(weights), max(weights)):
+            return wrong[:1]
+    return []
+
+
+def _close(a: float, b: float) -> bool:
+    """But for the rounding of sums in fp32."""
+    return isclose(a, b, rel_tol=1e-5)

@@ -1,0 +1,237 @@
+"""A mean that is no sum, or is over another count, is refused in the first window of a loop; what is right trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum import Accumulator, World
+from distaccum.errors import VerificationError
+from distaccum.functional import from_mean
+
+SAMPLES, LENGTH, CLASSES, MICRO_BATCHES = 6, 5, 3, 4  # of a micro-batch; the second is the labels' of a sample
+WEIGHT = torch.tensor([0.2, 1.0, 3.0])
+SCALE = torch.tensor(65536.0)
+
+
+@dataclass
+class Forward:
+    """A micro-batch: logits ``(B, T, C)`` and labels ``(B, T)``, of which the first are never ignored."""
+
+    logits: Tensor
+    labels: Tensor
+    head: Tensor
+
+    def __post_init__(self) -> None:
+        self.tokens, self.of_tokens = int((self.labels != -100).sum()), self.labels.flatten()
+        self.first, self.of_samples = self.logits[:, 0], self.labels[:, 0]
+        self.samples = len(self.labels)
+        self.soft = F.one_hot(self.of_samples, CLASSES).float() * 0.9 + 0.1 / 3
+        self.mask = self.labels != -100
+
+    def ce(self, **options: Any) -> Tensor:
+        """Of the tokens."""
+        return F.cross_entropy(self.logits.flatten(0, 1), self.of_tokens, **options)
+
+    def ce1(self, **options: Any) -> Tensor:
+        """Of the samples."""
+        return F.cross_entropy(self.first, self.of_samples, **options)
+
+    def mse(self, **options: Any) -> Tensor:
+        return F.mse_loss(self.first, self.soft, **options)
+
+    def each(self) -> Tensor:
+        """The loss of each token, ``(B, T)``."""
+        return self.ce(reduction="none").view(self.labels.shape)
+
+
+class Doubled(torch.autograd.Function):
+    """Of a user's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def square(f: Forward) -> Tensor:
+    """As many features as samples."""
+    return f.first @ torch.ones(CLASSES, SAMPLES)
+
+
+Program = Callable[[Forward], tuple[Any, ...]]
+RIGHT: dict[str, Program] = {
+    "a sum": lambda f: (f.ce(reduction="sum"), f.tokens),
+    "a mean": lambda f: (f.ce(), f.tokens, "mean"),
+    "a mean, counted on the device": lambda f: (f.ce(), f.mask.sum(), "mean"),
+    "from_mean": lambda f: (from_mean(f.ce(), f.tokens), f.tokens),
+    "a mean times its count": lambda f: (f.ce1() * f.samples, f.samples),
+    "a mean times its count, a tensor": lambda f: (f.ce() * f.mask.float().sum(), f.tokens),
+    "a sum over and times its count": lambda f: (f.ce1(reduction="sum") / f.samples * f.samples, f.samples),
+    "a weighed sum": lambda f: (0.5 * f.mse(reduction="sum"), f.samples),
+    "a weighed mean": lambda f: (0.5 * f.mse(), f.samples, "mean"),
+    "half of a square": lambda f: (f.mse() / 2, f.samples, "mean"),
+    "bits": lambda f: (f.ce() / math.log(2), f.tokens, "mean"),
+    "weights that are all 1": lambda f: (f.ce(weight=torch.ones(CLASSES)), f.tokens, "mean"),
+    "weights, counted": lambda f: (f.ce1(weight=WEIGHT), float(WEIGHT[f.of_samples].sum()), "mean"),
+    "weights, summed": lambda f: (f.ce1(weight=WEIGHT, reduction="sum"), f.samples),
+    "smooth labels": lambda f: (f.ce(label_smoothing=0.1), f.tokens, "mean"),
+    "smooth labels, summed": lambda f: (f.ce(label_smoothing=0.1, reduction="sum"), f.tokens),
+    "soft labels": lambda f: (F.cross_entropy(f.first, f.soft), f.samples, "mean"),
+    "all of a sample's values": lambda f: (f.mse(), f.samples, "mean"),
+    "labels of samples": lambda f: (
+        F.binary_cross_entropy_with_logits(f.first, f.soft, reduction="sum") / CLASSES,
+        f.samples,
+    ),
+    "as many labels as samples": lambda f: (square(f).pow(2).sum() / SAMPLES, f.samples),
+    "a mean of features": lambda f: (f.first.pow(2).sum(0).mean(), f.samples),
+    "as many features as samples": lambda f: (square(f).pow(2).sum(0).mean(), f.samples),
+    "a mean for each sample": lambda f: (sum(f.each().mean(1)), f.samples),  # type: ignore[arg-type]
+    "a loop of samples": lambda f: (
+        sum(F.cross_entropy(one, label) for one, label in zip(f.logits, f.labels, strict=True)),
+        f.samples,
+    ),
+    "means of sums": lambda f: (torch.stack([f.ce1(reduction="sum")] * SAMPLES).mean(), f.samples),
+    "chunks": lambda f: (
+        sum(
+            F.cross_entropy(*part, reduction="sum")
+            for part in zip(f.first.chunk(2), f.of_samples.chunk(2), strict=True)
+        ),
+        f.samples,
+    ),
+    "an auxiliary mean, times the count": lambda f: (
+        f.ce(reduction="sum") + 0.1 * f.logits.mean() * f.tokens,
+        f.tokens,
+    ),
+    "two means": lambda f: ((f.ce1() + f.mse()) / 2, f.samples, "mean"),
+    "two sums": lambda f: (f.ce1(reduction="sum") + 0.1 * f.head.pow(2).sum(), f.samples),
+    "once a micro-batch": lambda f: (f.ce(), 1),
+    "a mean of samples, as meant": lambda f: (f.each().mean(), f.samples, "mean"),
+    "detection": lambda f: (f.ce() + f.mse(), f.samples, "mean"),
+    "the same count everywhere": lambda f: (f.ce1(), f.samples * LENGTH, "mean"),
+    "a function of one's own": lambda f: (Doubled.apply(f.ce()), f.tokens, "mean"),
+    "an unknown whole": lambda f: (Doubled.apply(f.ce() * f.tokens), f.tokens),
+    "a learned factor": lambda f: (f.ce(reduction="sum") * f.head.sum().exp(), f.tokens),
+}
+_TWICE, _SCALED, _OTHER = (
+    "is a mean .* divides it a second time",
+    "multiplied by 65536",
+    "is a mean over .* its count is",
+)
+_DIVIDED = "is divided by 4, as many as there are micro-batches"
+WRONG: dict[str, tuple[Program, str]] = {
+    "forgotten": (lambda f: (f.ce(), f.tokens), _TWICE),
+    "forgotten, of samples": (lambda f: (f.ce1(), f.samples), _TWICE),
+    "forgotten, counted on the device": (lambda f: (f.ce(), f.mask.sum()), _TWICE),
+    "forgotten, cast": (lambda f: (f.ce1().double().mean(), f.samples), _TWICE),
+    "forgotten, squares": (lambda f: (f.mse(), f.samples), _TWICE),
+    "forgotten, smooth labels": (lambda f: (f.ce1(label_smoothing=0.1), f.samples), _TWICE),
+    "forgotten, soft labels": (lambda f: (F.cross_entropy(f.first, f.soft), f.samples), _TWICE),
+    "forgotten, a mean by hand": (lambda f: (f.ce1(reduction="none").mean(), f.samples), _TWICE),
+    "forgotten, of a dimension": (lambda f: (f.each().mean(1).mean(0), f.samples), _TWICE),
+    "forgotten, of an error": (lambda f: ((f.first - f.soft).pow(2).mean(), f.samples), _TWICE),
+    "forgotten, of a mask": (lambda f: ((f.each() * f.mask).sum() / f.mask.sum(), f.tokens), _TWICE),
+    "forgotten, of what is left": (lambda f: (f.each()[f.mask].mean(), f.tokens), _TWICE),
+    "forgotten, of a batch": (
+        lambda f: (F.kl_div(f.first.log_softmax(1), f.soft, reduction="batchmean"), f.samples),
+        _TWICE,
+    ),
+    "forgotten, two": (lambda f: (f.ce1() + 0.1 * f.mse(), f.samples), _TWICE),
+    "forgotten, rows": (lambda f: (f.ce(), f.samples), _TWICE),
+    "divided": (lambda f: (f.ce() / 4, f.tokens, "mean"), _DIVIDED),
+    "divided, a sum": (lambda f: (f.ce(reduction="sum") / 4.0, f.tokens), _DIVIDED),
+    "divided, two": (lambda f: ((f.ce1() + 0.1 * f.mse()) / 4, f.samples, "mean"), _DIVIDED),
+    "scaled": (lambda f: (SCALE * f.ce(), f.tokens, "mean"), _SCALED),
+    "scaled, a sum": (lambda f: (f.ce(reduction="sum") * SCALE, f.tokens), _SCALED),
+    "scaled, unknown": (lambda f: (Doubled.apply(f.ce()) * SCALE, f.tokens, "mean"), _SCALED),
+    "class weights": (lambda f: (f.ce1(weight=WEIGHT), f.samples, "mean"), _OTHER),
+    "class weights, times": (lambda f: (f.ce1(weight=WEIGHT) * f.samples, f.samples), _OTHER),
+    "rows for tokens": (lambda f: (f.ce(), f.samples, "mean"), _OTHER),
+    "padding, too": (lambda f: (f.ce(), f.labels.numel(), "mean"), _OTHER),
+    "before the shift": (
+        lambda f: (F.cross_entropy(f.logits[:, :-1].flatten(0, 1), f.labels[:, 1:].flatten()), f.tokens, "mean"),
+        _OTHER,
+    ),
+}
+
+
+def loader() -> Any:
+    """One window, of four micro-batches on one rank."""
+    generator, data = torch.Generator().manual_seed(0), []
+    for i in range(SAMPLES * MICRO_BATCHES):
+        labels = torch.randint(CLASSES, (LENGTH,), generator=generator)
+        labels[LENGTH - i * i % LENGTH % 4 :] = -100
+        data.append((torch.randn(LENGTH, 4, generator=generator), labels))
+    return torch.utils.data.DataLoader(data, batch_size=SAMPLES)  # type: ignore[arg-type]
+
+
+def accumulator(world: World, **options: Any) -> tuple[nn.Linear, Accumulator]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES)
+    sizes = {"global_batch_size": SAMPLES * MICRO_BATCHES, "micro_batch_size": SAMPLES}
+    return model, Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world, **sizes, **options)
+
+
+def train(world: World, program: Program, *, verify: str = "first") -> bool:
+    """Runs the window of a loop; whether a weight has moved."""
+    model, acc = accumulator(world, verify=verify)
+    before = model.weight.detach().clone()
+    try:
+        for inputs, labels in acc.batches(loader()):
+            with acc.accumulate():
+                loss, count, *reduction = program(Forward(acc.model(inputs), labels, model.weight))
+                acc.backward(loss, count, reduction=reduction[0] if reduction else "sum")
+    except VerificationError:
+        assert torch.equal(before, model.weight), "a weight has moved"
+        raise
+    finally:
+        acc.close(alone=True)
+    return not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_trains(gloo_world: World, name: str) -> None:
+    assert train(gloo_world, RIGHT[name])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_before_a_weight_moves(gloo_world: World, name: str) -> None:
+    program, said = WRONG[name]
+    with pytest.raises(VerificationError, match=said):
+        train(gloo_world, program)
+    assert train(gloo_world, program, verify="never")
+
+
+class OfFunction:
+    """A program as a loss function."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def count(self, batch: Any) -> float:
+        return float(self._program(Forward(torch.zeros(*batch[1].shape, CLASSES), batch[1], WEIGHT))[1])
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss, count, *mean = self._program(Forward(model(batch[0]), batch[1], WEIGHT))
+        return from_mean(loss, count) if mean else loss
+
+
+@pytest.mark.parametrize("name", ["divided", "scaled, a sum", "class weights", "before the shift"])
+def test_a_loss_function_is_refused_alike(gloo_world: World, name: str) -> None:
+    loss = OfFunction(WRONG[name][0])
+    model, acc = accumulator(gloo_world, count=loss.count)
+    before, windows = model.weight.detach().clone(), acc.windows(loader())
+    window = next(windows)
+    with pytest.raises(VerificationError, match=WRONG[name][1]):
+        acc.step(window, loss)
+    assert torch.equal(before, model.weight)
