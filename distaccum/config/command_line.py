@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
 from distaccum.config.precision import ALIASES
+from distaccum.config.schema import as_typed
 from distaccum.errors import ConfigError
 
 _NUMBER = re.compile(r"(?<=[=,])(\d+)(?=,|$)")
@@ -37,9 +39,9 @@ def register_aliases(arguments: Sequence[str]) -> list[str]:
     return [_NUMBER.sub(r"'\1'", argument) if argument.startswith("precision=") else argument for argument in arguments]
 
 
-def check_overrides(overrides: Sequence[str], engine: str) -> None:
+def check_overrides(overrides: Any, engine: str) -> None:
     """Raises ConfigError where ``engine.name`` differs from the chosen group ``engine``."""
-    for override in overrides:
+    for override in as_typed(overrides):
         key, _, value = override.lstrip("+").partition("=")
         if key == "engine.name" and value != engine:
             raise ConfigError(key, value, "engine=... chooses its settings too", f"Write engine={value}")

@@ -199,6 +199,11 @@ def plain(node: DictConfig) -> Node:
         raise translate(error) from error
 
 
+def as_typed(overrides: Any) -> list[str]:
+    """Hydra's list of overrides; an interpolation in one is not resolved, as each look at its list would do."""
+    return cast(list[str], OmegaConf.to_container(overrides, resolve=False))
+
+
 def _without_another_optimizers(schema: DictConfig, node: Mapping[str, Any]) -> DictConfig:
     """Empties the optimizer's node where ``node`` names a ``_target_``: its defaults are not for that target."""
     optim = node.get("optim")

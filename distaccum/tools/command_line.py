@@ -5,10 +5,11 @@ Both know which settings there are from what the groups compose. A run reaches t
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -278,15 +279,16 @@ def refused(arguments: Sequence[str]) -> ConfigError | None:
     if left or not any(map(_is_suspect, given)):
         return None
     try:
-        settings = register_aliases(flags_as_settings(given))
-        known, _ = get_args_parser().parse_known_args(settings)
+        with redirect_stderr(io.StringIO()):  # argparse's usage
+            settings = register_aliases(flags_as_settings(given))
+            known, _ = get_args_parser().parse_known_args(settings)
         with _loader(known) as loader:
             loader.load_configuration(known.config_name or "config", known.overrides, run_mode=RunMode.RUN)
     except ConfigError as error:
         return error
-    except HydraException as error:
+    except (HydraException, SystemExit) as error:
         return from_hydra(error, arguments)
-    except (Exception, SystemExit):  # argparse's own, or of another kind: said by who composes in earnest
+    except Exception:  # of another kind: said by who composes in earnest
         return None
     return None
 
@@ -328,23 +330,45 @@ def from_hydra(error: BaseException, arguments: Sequence[str], name: str = "conf
     """The ConfigError for an error that Hydra raised while it composed ``arguments`` over ``conf/NAME.yaml``."""
     given = dict(argument.lstrip("+~").split("=", 1) for argument in arguments if "=" in argument)
     message = str(error).strip()
-    if isinstance(error, MissingConfigException):
-        return _no_such_option(error, message)
-    if isinstance(error, OverrideParseException):
+    match error:
+        case SystemExit():
+            said = _said_by_argparse(arguments)
+            return ConfigError("command line", None, said, "`--help` says which flags there are")
+        case MissingConfigException():
+            return _no_such_option(error, message)
+        case OSError():
+            path, problem = error.filename or given.get("hydra.run.dir"), f"cannot be written ({error.strerror})"
+            return ConfigError("hydra.run.dir", path, problem, "Choose a writable folder")
+    found = _of_an_override(message, given, arguments, name)
+    causes = [translate(one) for one in (error, error.__cause__) if isinstance(one, OmegaConfBaseException)]
+    if isinstance(error, OverrideParseException) and found is None:
         remedy = "Write overrides as key=value, and quote what holds spaces, commas or brackets"
         return ConfigError("command line", error.override, message.splitlines()[0], remedy)
+    others = ConfigError("command line", None, message.replace("\n", " "), "Correct the overrides")
+    return found or next(iter(causes), others)
+
+
+def _of_an_override(message: str, given: Mapping[str, str], arguments: Sequence[str], name: str) -> ConfigError | None:
+    """The error that Hydra's message blames on one override; None where it names none."""
+    if found := re.match(r"Ambiguous value for argument '([^=]+)=(.*?)'$", message, re.MULTILINE):
+        remedy = "Write a point in a number, key=[1,2] for a list, or -m before a sweep"
+        return ConfigError(found[1].lstrip("+"), found[2], "several values, as a sweep has them", remedy)
     if found := re.match(r"Could not override '([^']+)'", message):
         key = found[1].split("@")[0]
         there, engine = composed(arguments, name), given.get("engine", RunConfig().engine.name)
         value = given.get(key)
         return unknown_key(key, value, engine) if there is None else there.unknown(key, value)
-    for cause in (error, error.__cause__):
-        if isinstance(cause, OmegaConfBaseException):
-            return translate(cause)
-    if isinstance(error, OSError):
-        path = error.filename or given.get("hydra.run.dir")
-        return ConfigError("hydra.run.dir", path, f"cannot be written ({error.strerror})", "Choose a writable folder")
-    return ConfigError("command line", None, message.replace("\n", " "), "Correct the overrides")
+    if found := re.match(r"Interpolation key '([^']+)' not found", message):
+        for key, value in given.items():
+            if f"${{{found[1]}}}" in value:
+                return ConfigError(key, value, "names no setting", "Name one that there is, as ${optim.lr}")
+    return None
+
+
+def _said_by_argparse(arguments: Sequence[str]) -> str:
+    with redirect_stderr(io.StringIO()) as said, suppress(SystemExit):
+        get_args_parser().parse_args(list(arguments))
+    return said.getvalue().rpartition("error: ")[2].strip() or "cannot be read"
 
 
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
+from distaccum.config.schema import as_typed
 from distaccum.distributed.signals import ignore_user_signals
 from distaccum.errors import DistaccumError
 from distaccum.train.run_dir import RunDir, State
@@ -99,7 +100,7 @@ def _show(*what: str) -> list[str]:
 
 def _arguments(hydra: Any) -> list[str]:
     """The overrides of this job, with the launcher's folder as run directory; it resumes after a requeue."""
-    given: list[str] = list(hydra.overrides.task)
+    given: list[str] = as_typed(hydra.overrides.task)
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     where = [f"--config-dir={folder}" for folder in folders]
     folder = hydra.runtime.output_dir

@@ -35,7 +35,7 @@ from distaccum.config.command_line import (
     register_aliases,
     take_flag,
 )
-from distaccum.config.schema import RunConfig, conf_dir, plain
+from distaccum.config.schema import RunConfig, as_typed, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import StopSignals, die_with_parent
@@ -254,7 +254,7 @@ class _Jobs:
     @staticmethod
     def _names_folder() -> bool:
         """Whether the command line says where the run will be: who checks a job first looks for a status there."""
-        return any(override.startswith(_RUN_DIRS) for override in HydraConfig.get().overrides.hydra)
+        return any(override.startswith(_RUN_DIRS) for override in as_typed(HydraConfig.get().overrides.hydra))
 
     def _remove_if_empty(self, run_dir: RunDir) -> None:
         """Removes the folder where it is empty, and those above it that Hydra has made for it."""
@@ -270,7 +270,7 @@ class _Jobs:
         if tried and config.get("objective") is None:
             config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
         if HydraConfig.get().mode == RunMode.MULTIRUN and config.get("resume") == "auto":
-            require_same_choice(swept(HydraConfig.get().overrides.task, sys.argv[1:]), run_dir)
+            require_same_choice(swept(as_typed(HydraConfig.get().overrides.task), sys.argv[1:]), run_dir)
         job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
         if self._planned is not None:
             components = _make_components(job, self._planned)
@@ -380,7 +380,7 @@ def _keep_hydra_files(run_dir: RunDir, node: DictConfig) -> None:
     files = {
         "config": node,
         "hydra": OmegaConf.create({"hydra": hydra_config}),
-        "overrides": list(hydra_config.overrides.task),
+        "overrides": as_typed(hydra_config.overrides.task),
     }
     folder = run_dir.path / ".hydra"
     folder.mkdir(exist_ok=True)

@@ -13,6 +13,12 @@ from tests.support.commands import metrics, run, status, succeed
 MISTAKES = {
     "unknown key": (["optim.learning_rate=1"], ["optim.learning_rate=1", "no such setting", "Write optim.lr=1"]),
     "misspelt key": (["optim.lrr=1"], ["optim.lrr=1", "did you mean optim.lr"]),
+    "interpolation of nothing": (
+        ["data.seq_len=${no.such}"],
+        ["data.seq_len=${no.such}: names no setting", "Name one"],
+    ),
+    "another library's decimal": (["optim.clip_norm=none"], ["optim.clip_norm=none", "Write null for none"]),
+    "thousands": (["batch.global_size=64k"], ["batch.global_size=64k", "Write 64000"]),
     "misspelt group": (["optimm=sgd"], ["optimm=sgd", "did you mean optim"]),
     "not a number": (["optim.lr=abc"], ["optim.lr=abc", "Float", "Give a value of the type"]),
     "negative rate": (["optim.lr=-1"], ["optim.lr=-1.0", "positive finite", "Use a value"]),

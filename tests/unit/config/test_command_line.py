@@ -141,7 +141,9 @@ def test_suggestions_are_of_the_groups_that_are_chosen(given: list[str], key: st
         ("optim.lr=3e-4 model=cnn batch=tokens --check=2 -v precision=bf16 +model.x=1 metrics=[wandb,jsonl]", None),
         ("-m lr=0.1", None),
         ("hydra.run.dir=somewhere lr=0.1", None),  # whose status tells it, too
-        ("--config x lr=0.1", None),  # argparse's own message
+        ("--config x", "command line: ambiguous option: --config could match --config-path, --config-name"),
+        ("data.seq_len=${nothing.here} lrr=1", "lrr=1: no such setting"),  # composed, and not yet resolved
+        ("optim.lr=0,001 mode=x", "optim.lr=0,001: several values, as a sweep has them. Write a point in a number"),
     ],
 )
 def test_a_mistyped_command_line_is_refused_before_torch_is_there(given: str, message: str | None) -> None:
