@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distaccum.checkpoint.files import Pieces, pointed, retried
 from distaccum.distributed.world import World
+from distaccum.engines.state import kind_of
 from distaccum.errors import CheckpointError
 
 # The layout of a safetensors file, as https://github.com/huggingface/safetensors describes it.
@@ -42,6 +43,7 @@ TYPES = {
 }
 _PLACES = {dtype: place for place, dtype in enumerate(TYPES)}
 _ALIGNED = 8  # bytes, of a header
+_KINDS = {"F": "float", "B": "float", "I": "int", "U": "int", "C": "complex"}  # BOOL apart
 
 
 def pieces(
@@ -160,6 +162,13 @@ class TensorFiles(Mapping[str, Tensor]):
         if name in self._notes:
             return tuple(self._notes[name][1])
         return tuple(self._homes[name].get_slice(name).get_shape())
+
+    def kind(self, name: str) -> str:
+        """That of its numbers, as :func:`~distaccum.engines.state.kind_of` names it; read without the tensor."""
+        if name in self._notes:
+            return kind_of(self._notes[name][0])
+        written = str(self._homes[name].get_slice(name).get_dtype())
+        return "bool" if written == "BOOL" else _KINDS[written[0]]
 
 
 def _files(path: Path, kind: str) -> list[Path]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.engines.modules import clean, is_meta, shard_like, to_local
-from distaccum.engines.state import is_extra, model_state, set_extra_state, to_bytes
+from distaccum.engines.state import is_extra, kind_of, model_state, set_extra_state, to_bytes
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 
@@ -55,6 +55,10 @@ class InModel(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Read without the tensor."""
         return self._files.shape(self._stored[name])
+
+    def kind(self, name: str) -> str:
+        """Read without the tensor."""
+        return self._files.kind(self._stored[name])
 
 
 def _renamed(model: nn.Module, files: Iterable[str]) -> dict[str, str]:
@@ -126,17 +130,18 @@ def check(
     _check_globs("init.unexpected", unexpected, files)
     absent = [name for name in own if name not in given and not (is_extra(name) and key == "init_from")]
     remedy = f"Use weights of this {type(model).__name__}"
+    anew = "" if key == "init_from" else f"begin anew with init_from={path}: "
     refused = [name for name in absent if not _fits(name, missing)]
     if refused:
         problem = f"has no {shorten(refused, most=1)}{near_misses(refused[0], files)}"
-        allow = f"; or init.missing=[{refused[0]}] keeps its initial values" if key == "init_from" else ""
-        raise ConfigError(key, path, problem, remedy + allow)
+        raise ConfigError(
+            key, path, problem, f"{remedy}; or {anew}init.missing=[{refused[0]}] keeps its initial values"
+        )
     unknown = [given.stored(name) for name in given if name not in own]
     refused = [name for name in unknown if not _fits(name, unexpected)]
     if refused:
         problem = f"has {shorten(refused, most=1)}, which the model has not"
-        allow = f"; or init.unexpected=[{refused[0]}] leaves it out" if key == "init_from" else ""
-        raise ConfigError(key, path, problem, remedy + allow)
+        raise ConfigError(key, path, problem, f"{remedy}; or {anew}init.unexpected=[{refused[0]}] leaves it out")
     if absent and is_meta(model):
         problem = f"{shorten(absent)} would keep initial values, and a model on the meta device has none"
         raise ConfigError("init.missing", list(missing), problem, "Use engine.meta_init=false")
@@ -145,6 +150,9 @@ def check(
         if not is_extra(name) and given.shape(name) != tuple(tensor.shape):
             problem = f"has {name} of shape {list(given.shape(name))}, and the model of {list(tensor.shape)}"
             raise ConfigError(key, path, problem, "Give the model the sizes that it was trained with")
+        if not is_extra(name) and given.kind(name) != kind_of(tensor.dtype):
+            problem = f"has {name} as {given.kind(name)}, and the model as {kind_of(tensor.dtype)} ({tensor.dtype})"
+            raise ConfigError(key, path, problem, "Give both one kind of number: a cast would change what it says")
     for group in given.ties:
         stored = list(dict.fromkeys(given.stored(name) for name in group if name in given))
         for name in stored[1:]:

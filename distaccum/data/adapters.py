@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, islice
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.errors import ConfigError, DataWarning, shorten
+
+_MOST_NESTED = 1000  # of a container's values that are looked at
 
 
 def to_data_spec(data: Any, world_size: int | None = None) -> DataSpec:
@@ -212,7 +215,7 @@ def warn_of_workers(loader: DataLoader[Any]) -> None:
     packages = {"torch", "datasets", "webdataset", "torchdata", "streaming", "litdata"}  # divide by themselves
     if loader.num_workers < 2 or loader.worker_init_fn is not None:  # noqa: PLR2004  one worker has it all
         return
-    if any(_asks_for_its_worker(one) or type(one).__module__.split(".")[0] in packages for one in _nested(dataset, 4)):
+    if any(_asks_for_its_worker(one) or type(one).__module__.split(".")[0] in packages for one in nested(dataset)):
         return
     problem = f"{type(dataset).__name__} does not call torch.utils.data.get_worker_info(): if each of the"
     effect = (
@@ -222,12 +225,21 @@ def warn_of_workers(loader: DataLoader[Any]) -> None:
     warnings.warn(f"{problem} {effect}. {remedy}", DataWarning, stacklevel=2)
 
 
-def _nested(dataset: Any, depth: int) -> Iterator[Any]:
-    """A dataset, and the objects in its attributes."""
-    yield dataset
-    for value in vars(dataset).values() if depth and hasattr(dataset, "__dict__") else ():
-        if isinstance(value, Iterable) and hasattr(value, "__dict__"):
-            yield from _nested(value, depth - 1)
+def nested(dataset: Any) -> Iterator[Any]:
+    """A dataset, and the iterable objects in its attributes, and in lists and mappings there; each once."""
+    known, waiting = dict[int, Any](), [dataset]
+    while waiting and len(known) < 10 * _MOST_NESTED:
+        part = waiting.pop()
+        if id(part) in known:
+            continue
+        known[id(part)] = part
+        values: Iterable[Any] = part if isinstance(part, list | tuple) else ()
+        if isinstance(part, Mapping):
+            values = part.values()
+        if hasattr(part, "__dict__"):
+            yield part
+            values = chain(values, vars(part).values())
+        waiting += [value for value in islice(values, _MOST_NESTED) if isinstance(value, Iterable)]
 
 
 def _asks_for_its_worker(dataset: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distaccum.data.batches import members
-from distaccum.data.loading_processes import reading
+from distaccum.data.loading_processes import reading, tell_epoch
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -76,11 +76,11 @@ def _leaves(item: Any, path: str) -> Iterator[Leaf]:
     elif isinstance(item, list) and len(item) > _NUMBERS and {*map(type, item)} <= {int, float, bool}:
         yield from _numbers(torch.tensor(item, dtype=torch.float64), path)
     else:
-        for name, value in _parts(item):
+        for name, value in parts(item):
             yield from _leaves(value, f"{path}{name}")
 
 
-def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+def parts(item: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a container, with their names; of anything else none."""
     if isinstance(item, Mapping):
         yield from ((f"[{key!r}]", item[key]) for key in item)
@@ -119,6 +119,7 @@ def fingerprint(data: DataSpec, workers: WorkerOptions | None = None) -> dict[st
     """
     if not is_map_style(data.train):
         return {}
+    tell_epoch(data.train, 0)  # whatever an earlier run of this process has told it
     length, before = len(data.train), RNGState.capture(torch.device("cpu"))
     numbers = sorted({round(i * (length - 1) / (_SAMPLES - 1)) for i in range(_SAMPLES)}) if length else []
     try:

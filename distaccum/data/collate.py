@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,8 +15,30 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from distaccum.config.checks import require, require_count
+from distaccum.data.agreement import parts
 from distaccum.data.spec import Ignored
 from distaccum.errors import DataError
+
+
+def none_among(samples: Iterable[Any], numbers: Iterable[int], collate: object) -> DataError | None:
+    """What is wrong with the first of ``samples`` that torch's ``default_collate`` cannot batch for a None in it.
+
+    ``numbers`` are theirs in the data. None where there is no such sample, or ``collate`` is another function.
+    """
+    for number, sample in zip(numbers, samples, strict=False) if collate in (None, default_collate) else ():
+        if (path := _path_of_none(sample)) is not None:
+            remedy = "leave that field out, or collate it by a function of your own (DataSpec.collate)"
+            if not path:
+                remedy = "give DataSpec.collate a function that drops it, and returns None where no sample is left"
+            return DataError(f"sample {number}{path} is None, which torch's default_collate cannot batch: {remedy}")
+    return None
+
+
+def _path_of_none(item: Any) -> str | None:
+    if item is None:
+        return ""
+    found = ((name, _path_of_none(value)) for name, value in parts(item))
+    return next((name + path for name, path in found if path is not None), None)
 
 
 class PadCollator:

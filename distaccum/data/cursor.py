@@ -24,6 +24,14 @@ def position_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> t
     return None
 
 
+def has_grown(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether two positions differ in how much data there is, and in nothing else."""
+    amount = {"samples", "tokens in all samples"}
+    return "samples" in saved.keys() & current.keys() and bool(
+        amount >= {key for key in saved.keys() | current.keys() if saved.get(key) != current.get(key)} > set()
+    )
+
+
 class DataCursor:
     """Keeps the loader of a loop's data from epoch to epoch.
 

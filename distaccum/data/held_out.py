@@ -18,6 +18,7 @@ from distaccum.data.loading_processes import SeededIds, start_method
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
+from distaccum.errors import DataError
 
 
 class HeldOut:
@@ -118,7 +119,7 @@ class HeldOut:
         try:
             for batch in batches:
                 found += 1
-                yield batch
+                yield _there(batch)
         except Exception as problem:
             meant = loading_processes.explain(problem, self._processes, "the held-out data", self._world)
             if meant is problem:
@@ -143,6 +144,12 @@ class HeldOut:
         step = self._size * self._world_size
         for first in range(self._size * self._rank, self.samples, step):
             yield list(range(first, min(first + self._size, self.samples)))
+
+
+def _there(batch: Any) -> Any:
+    if batch is None:
+        raise DataError("the collate function gave None for held-out samples: take what is broken out of the set")
+    return batch
 
 
 class _Ids:

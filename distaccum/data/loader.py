@@ -7,9 +7,10 @@ import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from distaccum.data import loading_processes
 from distaccum.data.agreement import Agreement, Sketch, differing_item, refuse_other_data, same, sketch
 from distaccum.data.batches import map_tensors
-from distaccum.data.collate import FilledCollator, PadCollator
+from distaccum.data.collate import FilledCollator, PadCollator, none_among
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loading_processes import (
     SeededIds,
@@ -110,6 +111,7 @@ class MapWindowLoader(WindowLoader):
         self._options, self._collate, self._filled_with = workers or WorkerOptions(), collate, filled_with
         self._workers = self._options.num_workers
         self._filling_checked, self._repeats, self._clock = False, False, WaitClock(world.device)
+        self._told: int | None = None  # the epoch that the dataset was told
         self._processes: list[BaseProcess] = []
         self._iteration = loading_processes.Iteration()
         seed_of_workers = plan.seed if self._options.seed is None else self._options.seed
@@ -123,6 +125,7 @@ class MapWindowLoader(WindowLoader):
             seeds=("loading", seed_of_workers, seed) if self._workers or self._seeds_here else None,
             seeds_here=self._seeds_here,
             goes_on=self._goes_on,
+            tells=bool(loading_processes.told_of_epochs(dataset)),
         )
         self._loader, self._noted = self._make(), False
         # What is loaded ahead: its epoch and window, and whether this rank has had something of that epoch.
@@ -183,24 +186,28 @@ class MapWindowLoader(WindowLoader):
         for k in range(start, cut.windows_per_epoch):
             generators, self._next = RNGState.capture(), None
             self._clock.start()
-            filled = len(self._ids.positions(cut, k))
+            positions = self._ids.positions(cut, k)
+            filled = len(positions)
+            loaded: list[Any] = []
             micro_batches: list[MicroBatch] = []
             error: Exception | None = None
             try:
                 if k == start:
-                    self._check_length()
+                    self._begin_epoch(epoch)
                     self._check_filling(k, cut, epoch, counter)
                     self._check_repeats(k, cut, epoch)
                 if batches is None:
                     self._ids.seek(epoch, start)
                     batches = self._start()
-                micro_batches = [counter.micro_batch(_given(batch)) for batch in islice(batches, filled)]
-                expect_all(filled, len(micro_batches), f"window {k} of epoch {epoch}")
+                loaded.extend(islice(batches, filled))
+                expect_all(filled, len(loaded), f"window {k} of epoch {epoch}")
+                positions = self._with_samples(loaded, positions, epoch)
+                micro_batches = [counter.micro_batch(batch) for batch in loaded if batch is not None]
                 has_some = has_some or filled > 0
                 if self._seeds_here:
                     generators.restore()
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
-                error = loading_processes.explain(problem, self._processes, f"window {k} of epoch {epoch}", self._world)
+                error = self._explained(problem, f"window {k} of epoch {epoch}", epoch, positions[len(loaded) :])
             waited, device_waited = self._clock.stop()
             counts, _ = counter.all_reduce(micro_batches, error=error)
             if counter.stopping:  # the window is loaded again later, and its samples draw the same random numbers
@@ -209,8 +216,7 @@ class MapWindowLoader(WindowLoader):
             dealt = cut if isinstance(cut, UnitEpoch) else None
             if self._workers and micro_batches and not self._noted:
                 self._noted = True
-                held = [micro.batch for micro in micro_batches]
-                note_memory(held, self._workers * (self._loader.prefetch_factor or 0))
+                note_memory([m.batch for m in micro_batches], self._workers * (self._loader.prefetch_factor or 0))
             if self._goes_on and batches is not None:
                 self._next = (epoch, k + 1), batches, has_some  # a loop that is left, and goes on here, finds them
             yield Window(
@@ -220,26 +226,59 @@ class MapWindowLoader(WindowLoader):
                 micro_batches=micro_batches,
                 data_wait_s=waited,
                 device_wait_s=device_waited,
-                ids=partial(self._ids.of_window, cut, epoch, k),
-                keys=keys_of(self._ids.firsts(cut, k), self._seed, epoch),
+                ids=partial(map, partial(self._ids.of, epoch), positions),
+                keys=keys_of(_firsts(positions), self._seed, epoch),
                 fetch=self._fetch,
                 assignment=None if dealt is None else dealt.assignment(k),
-                key_at=partial(self._key_at, cut, epoch, k),
-                rows=partial(self._rows, cut, k),
+                key_at=partial(self._key_at, positions, epoch),
+                rows=partial(self._rows, positions),
             )
         if self._goes_on and batches is not None:
             self._next = ((epoch + 1, 0), batches, False) if has_some else None
 
-    def _key_at(self, cut: Epoch, epoch: int, k: int, i: int, place: int) -> int:
-        positions = self._ids.positions(cut, k)[i]
-        last = len(positions) - 1  # rows that fill a micro-batch up count nothing, and draw what they like
-        return keys_of([int(positions[min(place, last)])], self._seed, epoch)[0]
+    def _with_samples(self, loaded: Sequence[Any], positions: list[Ids | range], epoch: int) -> list[Ids | range]:
+        """The positions of the micro-batches that hold samples: none is left of one whose samples are all None.
 
-    def _rows(self, cut: Epoch, k: int, i: int) -> int | None:
+        Raises:
+            DataError: the collation gave None for samples that are there, or where sums have a fixed order.
+        """
+        for batch, own in zip(loaded, positions, strict=True):
+            if batch is None:
+                generators = RNGState.capture()
+                samples, _ = self._fetch(self._ids.of(epoch, own))
+                generators.restore()
+                if self._plan.has_units or any(sample is not None for sample in samples):
+                    remedy = "let it return the batch that it made. Samples that are None may be left out"
+                    fixed = ", but not with numerics=reproducible" if self._plan.has_units else ""
+                    raise DataError(f"the collate function gave None for a batch: {remedy}{fixed}")
+        return [own for batch, own in zip(loaded, positions, strict=True) if batch is not None]
+
+    def _explained(self, problem: Exception, what: str, epoch: int, rest: Sequence[Ids | range]) -> Exception:
+        """What is said of a ``problem`` with ``what``; ``rest`` of its positions were not loaded before it."""
+        error = loading_processes.explain(problem, self._processes, what, self._world)
+        if not isinstance(error, TypeError) or not rest:
+            return error
+        with suppress(Exception):  # it may be the dataset's own
+            ids = self._ids.of(epoch, rest[0])
+            samples, collate = self._fetch(ids)
+            return none_among(samples, ids, collate) or error
+        return error
+
+    def _key_at(self, positions: Sequence[Ids | range], epoch: int, i: int, place: int) -> int:
+        last = len(positions[i]) - 1  # rows that fill a micro-batch up count nothing, and draw what they like
+        return keys_of([int(positions[i][min(place, last)])], self._seed, epoch)[0]
+
+    def _rows(self, positions: Sequence[Ids | range], i: int) -> int | None:
         collate = self._loader.collate_fn
         if isinstance(collate, PackCollator):
             return None
-        return collate.rows if isinstance(collate, FilledCollator) else len(self._ids.positions(cut, k)[i])
+        return collate.rows if isinstance(collate, FilledCollator) else len(positions[i])
+
+    def _tell(self, epoch: int) -> None:
+        """Tells this process's dataset its epoch, before others are forked; those that persist are told by the ids."""
+        if self._told != epoch:
+            loading_processes.tell_epoch(self._dataset, epoch)
+            self._told = epoch
 
     def _start(self) -> Iterator[Any]:
         batches = self._iteration.begin(self._loader)
@@ -258,6 +297,7 @@ class MapWindowLoader(WindowLoader):
         batches: Iterator[Any] = iter(())
         sketches: list[Sketch | None] = []
         try:
+            self._tell(epoch)
             batches = self._start()
             sketches = [self._sketch_of_next(batches) for _ in samples]
         except Exception as problem:
@@ -341,7 +381,8 @@ class MapWindowLoader(WindowLoader):
             remedy = "draw from the global generators of torch, NumPy or Python, and keep none in the dataset"
             raise DataError(f"{problem}, so that it would depend on what its rank has loaded before: {remedy}")
 
-    def _check_length(self) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
+        self._tell(epoch)
         if len(self._dataset) != self._plan.samples:
             problem = f"the dataset holds {len(self._dataset)} samples now, and held {self._plan.samples} at the start"
             raise DataError(f"{problem}: windows are made of those. Keep its length, or give it as a stream")
@@ -396,10 +437,9 @@ def expect_all(given: int, found: int, what: str) -> None:
         raise DataError(f"{what} ended after {found} batches, and there are more: {why}")
 
 
-def _given(batch: Any) -> Any:
-    if batch is None:
-        raise DataError("the collate function gave None for a batch: let it return the batch that it made")
-    return batch
+def _firsts(positions: Sequence[Ids | range]) -> list[int]:
+    """The position in the epoch's order of the first sample of each micro-batch."""
+    return [int(own[0]) for own in positions]
 
 
 class MicroBatchIds:
@@ -411,6 +451,7 @@ class MicroBatchIds:
         seeds: make each micro-batch's ids seed the loading process that gets them, with the epoch and its place in it.
         seeds_here: whether that is this process, which loads each micro-batch when it has its ids.
         goes_on: whether an iteration goes on with the next epoch, without an end.
+        tells: whether the ids tell the loading process that gets them their epoch.
     """
 
     def __init__(
@@ -421,9 +462,10 @@ class MicroBatchIds:
         seeds: tuple[object, ...] | None = None,
         seeds_here: bool = False,
         goes_on: bool = False,
+        tells: bool = False,
     ) -> None:
         self.plan, self._rank, self._seeds, self._goes_on = plan, rank, seeds, goes_on
-        self._seeds_here = seeds_here
+        self._seeds_here, self._tells = seeds_here, tells
         self.seek(0, 0)
 
     def seek(self, epoch: int, start: int, *, first: Sequence[int] = ()) -> None:
@@ -446,17 +488,19 @@ class MicroBatchIds:
 
     def _seeded(self, ids: Iterator[list[int]], cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         assert self._seeds is not None
-        keys = keys_of(self.firsts(cut, k), *self._seeds, epoch)
-        return map(SeededIds.here if self._seeds_here else SeededIds, ids, keys)
+        keys = keys_of(_firsts(self.positions(cut, k)), *self._seeds, epoch)
+        if self._seeds_here:
+            return map(SeededIds.here, ids, keys)
+        return map(SeededIds, ids, keys, repeat(epoch if self._tells else None))
 
     def of_window(self, cut: Epoch, epoch: int, k: int) -> Iterator[list[int]]:
         """The ids of window ``k`` of the epoch that ``cut`` slices, one list per micro-batch."""
-        for positions in self.positions(cut, k):
-            yield self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+        return map(partial(self.of, epoch), self.positions(cut, k))
 
-    def firsts(self, cut: Epoch, k: int) -> list[int]:
-        """The position in the epoch's order of the first sample of each micro-batch of window ``k``."""
-        return [int(positions[0]) for positions in self.positions(cut, k)]
+    def of(self, epoch: int, positions: Ids | range) -> list[int]:
+        """The ids at these positions in an epoch's order."""
+        ids: list[int] = self.plan.ids(epoch, np.asarray(positions, dtype=np.int64)).tolist()
+        return ids
 
     def positions(self, cut: Epoch, k: int) -> list[Ids | range]:
         """The positions in the epoch's order of each micro-batch of window ``k`` that has any."""

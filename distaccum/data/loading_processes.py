@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 from weakref import finalize
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from distaccum.data.batches import map_tensors
 from distaccum.data.spec import MapDataset, WorkerOptions
@@ -38,6 +38,7 @@ from distaccum.errors import DataError, DataWarning
 _log = logging.getLogger(__name__)
 _MIB = 2**20
 _TORCHS_FACTOR = 2  # of a DataLoader that is told none
+_TOLD: dict[int, int] = {}  # in a loading process: the epoch that its copy of the dataset was told last
 
 
 def prefetch_factor(workers: WorkerOptions, window: int) -> int | None:
@@ -105,15 +106,16 @@ class SeededIds(list[int]):
 
     Torch pickles them into a process's queue, and the process loads them as soon as it has unpickled them: what a
     dataset draws from the global generators of torch, NumPy and Python is then a function of the key. It depends
-    neither on which process loads, nor on what it has loaded before or how far ahead it is.
+    neither on which process loads, nor on what it has loaded before or how far ahead it is. With an ``epoch`` they
+    tell it to the process's copy of the dataset.
     """
 
-    def __init__(self, ids: list[int], key: int) -> None:
+    def __init__(self, ids: list[int], key: int, epoch: int | None = None) -> None:
         super().__init__(ids)
-        self.key = key
+        self._key, self._epoch = key, epoch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _seeded, (self.key, list(self))
+        return _seeded, (self._key, list(self), self._epoch)
 
     @classmethod
     def here(cls, ids: list[int], key: int) -> list[int]:
@@ -121,10 +123,28 @@ class SeededIds(list[int]):
         return _seeded(key, ids)
 
 
-def _seeded(key: int, ids: list[int]) -> list[int]:
+def _seeded(key: int, ids: list[int], epoch: int | None = None) -> list[int]:
+    worker = get_worker_info()
+    if worker is not None and epoch is not None and _TOLD.get(worker.id) != epoch:
+        tell_epoch(worker.dataset, epoch)
+        _TOLD[worker.id] = epoch
     torch.default_generator.manual_seed(key)  # of the host alone
     seed_others(key)
     return ids
+
+
+def told_of_epochs(dataset: Any) -> list[Any]:
+    """What has a ``set_epoch``: the dataset, or else those in torch's ``Subset`` or ``ConcatDataset``."""
+    if hasattr(dataset, "set_epoch"):
+        return [dataset]
+    inside = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
+    return [one for each in (inside if isinstance(inside, list | tuple) else ()) for one in told_of_epochs(each)]
+
+
+def tell_epoch(dataset: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` where there is one."""
+    for one in told_of_epochs(dataset):
+        one.set_epoch(epoch)
 
 
 _T = TypeVar("_T")

@@ -10,22 +10,27 @@ from itertools import islice
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 from torch.utils.data import default_collate
 
+from distaccum.config.checks import require
 from distaccum.data import loading_processes
-from distaccum.data.agreement import Agreement, Sketch, refuse_equal_streams, refuse_equal_workers, sketch
+from distaccum.data.adapters import is_hugging_face, nested
+from distaccum.data.agreement import Agreement, Sketch, refuse_equal_streams, refuse_equal_workers, same, sketch
 from distaccum.data.batch_size import BatchSize
+from distaccum.data.collate import none_among
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.loader import Collate, WindowLoader
 from distaccum.data.loading_processes import WaitClock
 from distaccum.data.plan.batch import KEYWORDS, Resize
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import MicroBatch, Window
-from distaccum.distributed.random import keys_of
+from distaccum.distributed.random import RNGState, keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import DataError
 from distaccum.losses.normalize import Counts
 
+_COMPARED = 4  # items of an epoch, the first ones, that a resumed run compares with those that it takes again
 _MOST_EMPTY = 1000  # rounds in a row in which no rank has a sample
 
 
@@ -37,13 +42,17 @@ class IterableWindowLoader(WindowLoader):
 
     Args:
         stream: this rank's samples, or micro-batches where ``plan.batched``; iterated once per epoch. Checkpoints keep
-            its ``state_dict``, or its dataset's; without one a resumed run skips the items that were taken.
+            its ``state_dict``, or its dataset's; without one, or with a shuffle buffer anywhere in it, whose contents
+            no state holds, a resumed run takes the epoch's items again up to where it was.
         plan: the sizes.
         world: this rank.
         collate: from samples to a batch; None for torch's ``default_collate``.
         batch_size: from a micro-batch to the number of its samples; None to measure it.
         may_repeat: whether ranks and workers may yield the same items.
         seed: of the windows' keys, which depend on the rank: its stream is its own.
+
+    Raises:
+        ConfigError: its loading processes persist, and ``set_epoch`` does not reach their copies of the dataset.
     """
 
     def __init__(
@@ -58,11 +67,16 @@ class IterableWindowLoader(WindowLoader):
         seed: int = 0,
     ) -> None:
         self._stream, self._plan, self._world, self._seed = stream, plan, world, seed
+        dataset = getattr(stream, "dataset", None)
+        if getattr(stream, "persistent_workers", False) and hasattr(dataset, "set_epoch"):
+            remedy = "Leave it out: processes are then started for each epoch, after set_epoch()"
+            problem = f"set_epoch() of {type(dataset).__name__} does not reach the copies in processes that persist"
+            require(is_hugging_face(dataset), "loader", "persistent_workers=True", problem, remedy)
         self._clock = WaitClock(world.device)
         self._size = BatchSize(plan.micro_batch_size, batch_size)
         self._may_repeat = may_repeat
         self._agreement = Agreement(world)
-        workers: int = getattr(stream, "num_workers", 0)
+        workers = _workers_of(stream)
         self._workers = 0 if may_repeat or workers < 2 else workers  # noqa: PLR2004  whose first items are compared
         self._of_workers: list[Sketch | None] = []
         self._begun = False  # whether an item was taken: an iterator cannot begin again
@@ -77,6 +91,7 @@ class IterableWindowLoader(WindowLoader):
         self._ended = [False] * world.size  # by rank
         self._last: tuple[int, Window] | None = None  # the last window, and its index
         self._resumed: dict[str, Any] | None = None  # a restored state that no window was taken from yet
+        self._began: dict[str, Any] = {}  # with what this epoch has: generators, and its first items in short
 
     @property
     def position(self) -> dict[str, Any]:
@@ -151,7 +166,7 @@ class IterableWindowLoader(WindowLoader):
                 return
         if self._to_open is not None:  # the state was saved at the end of an epoch
             self._open()
-        self._items, self._taken, self._ended = None, 0, [False] * self._world.size
+        self._items, self._taken, self._ended, self._began = None, 0, [False] * self._world.size, {}
         if not gave:
             raise DataError(f"epoch {epoch}: the streams of all {self._world.size} ranks are empty")
 
@@ -170,6 +185,8 @@ class IterableWindowLoader(WindowLoader):
         error: Exception | None = None
         try:
             taken = list(islice(self._open(), quota))
+            if taken and not self._taken:
+                self._began["first"] = list(map(sketch, taken[:_COMPARED]))
             batches = self._batches(taken)
             micro_batches = [counter.micro_batch(batch) for batch, _, _ in batches]
             self._compare_workers(taken)
@@ -200,7 +217,9 @@ class IterableWindowLoader(WindowLoader):
         for i in range(0, len(taken), step):
             part = taken[i : i + step]
             span = range(self._taken + i, self._taken + i + len(part))
-            batch = part[0] if self._plan.batched else self._collate(part)
+            batch = part[0] if self._plan.batched else self._collated(part, span)
+            if batch is None and not self._plan.batched and all(sample is None for sample in part):
+                continue
             if batch is None:
                 who = "stream yielded" if self._plan.batched else "collate function gave"
                 raise DataError(f"the {who} None for a batch: let it return the batch, or leave the batch out")
@@ -209,6 +228,12 @@ class IterableWindowLoader(WindowLoader):
                 found.append((batch, span, size))
         self._taken += len(taken)
         return found
+
+    def _collated(self, part: list[Any], numbers: range) -> Any:
+        try:
+            return self._collate(part)
+        except TypeError as error:
+            raise none_among(part, numbers, self._collate) or error from None
 
     def _compare_workers(self, taken: list[Any]) -> None:
         if self._workers and taken:
@@ -229,6 +254,16 @@ class IterableWindowLoader(WindowLoader):
         if self._to_open is not None:
             epoch, self._to_open = self._to_open, None
             _call_if_there(self._stream, "set_epoch", epoch)
+            if self._resumed is None:
+                self._taken, self._began = 0, {}
+            generators, own = RNGState.capture(), getattr(self._stream, "generator", None)
+            again, own = bool(self._began), own if isinstance(own, torch.Generator) else None
+            if again:  # what the stream draws when an epoch begins, such as its order, it draws again
+                RNGState.from_json(self._began["random"]).restore()
+                if own is not None and self._began["own"] is not None:
+                    own.set_state(self._began["own"])
+            else:
+                self._began = {"random": generators.to_json(), "own": None if own is None else own.get_state()}
             items = self._iteration.begin(self._stream)
             self._processes = loading_processes.children()
             begun = self._begun or (self._skip > 0 and _has_begun(items))
@@ -236,13 +271,28 @@ class IterableWindowLoader(WindowLoader):
                 remedy = "Give an object whose __iter__ begins again, such as a class with a generator for __iter__"
                 raise DataError(f"the stream is an iterator, which yields its items once, and has begun. {remedy}")
             self._items = items
-            for _ in islice(self._items, self._skip):
-                pass
-            if self._resumed is None:
-                self._taken = 0
+            self._take_again()
+            if again:
+                generators.restore()
             self._skip, self._resumed, self._begun = 0, None, True
         assert self._items is not None
         return self._items
+
+    def _take_again(self) -> None:
+        """Takes the items that a resumed run took of the epoch before.
+
+        Raises:
+            DataError: they are other ones now.
+        """
+        assert self._items is not None
+        first = self._began.get("first", ())
+        again = [sketch(item) for item in islice(self._items, min(self._skip, len(first)))]
+        if any(same(*pair) is False for pair in zip(again, first, strict=False)):
+            problem = "the stream begins its epoch with other items than before the resume, whose place is unknown then"
+            remedy = "Let its order depend on a stated seed and the epoch alone, as shuffle(seed=0) does"
+            raise DataError(f"{problem}. {remedy}; or begin anew from the weights with init_from")
+        for _ in islice(self._items, self._skip - len(again)):
+            pass
 
     def state(self) -> dict[str, Any]:
         """The items taken of the epoch, the ranks whose streams have ended, and the stream's own state or None."""
@@ -250,17 +300,27 @@ class IterableWindowLoader(WindowLoader):
             return self._resumed
         owner = _owner_of_state(self._stream) if self._items is not None else None  # between epochs there is no state
         stream = None if owner is None else owner.state_dict()
-        return {"taken": self._taken, "ended": list(self._ended), "stream": stream}
+        place = {"taken": self._taken, "ended": list(self._ended), "stream": stream}
+        return place | {"began": dict(self._began), "workers": _workers_of(self._stream)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores :meth:`state`; a stream that saves no state skips the items that were taken."""
+        """Restores :meth:`state`; a stream that saves no state takes the items again that were taken.
+
+        Raises:
+            ConfigError: in the middle of an epoch, with another number of loading processes.
+        """
+        now = _workers_of(self._stream)
+        before = state.get("workers", now)
+        remedy = f"Continue with {before}, or begin anew from the weights with init_from"
+        problem = f"the epoch was begun with {before}, and the order of a stream's items depends on it"
+        require(before == now or not state["taken"], "num_workers", now, problem, remedy)
         owner = _owner_of_state(self._stream)
         if owner is not None and state["stream"] is not None:
             owner.load_state_dict(state["stream"])
         else:
             self._skip = int(state["taken"])
         self._taken, self._ended = int(state["taken"]), list(state["ended"])
-        self._items, self._last, self._resumed = None, None, state
+        self._items, self._last, self._resumed, self._began = None, None, state, state.get("began", {})
 
 
 def _has_begun(items: Any) -> bool:
@@ -268,28 +328,23 @@ def _has_begun(items: Any) -> bool:
     return inspect.isgenerator(items) and inspect.getgeneratorstate(items) != inspect.GEN_CREATED
 
 
+def _workers_of(stream: Any) -> int:
+    """The loading processes of a ``DataLoader``."""
+    return int(getattr(stream, "num_workers", 0))
+
+
 def _owner_of_state(stream: Any) -> Any:
     """The object whose ``state_dict`` is the stream's whole state; None where there is none.
 
-    That is the stream itself, or the dataset of a DataLoader without worker processes.
+    That is the stream itself, or the dataset of a DataLoader without worker processes. A shuffle buffer of Hugging
+    Face leaves its contents out of its state, whatever stands above it.
     """
-    if hasattr(stream, "state_dict"):
-        return None if _has_shuffle_buffer(stream) else stream
-    dataset = getattr(stream, "dataset", None)
-    workers: int = getattr(stream, "num_workers", 0)
-    if not hasattr(dataset, "state_dict") or workers or _has_shuffle_buffer(dataset):
+    if any(type(part).__name__ == "BufferShuffledExamplesIterable" for part in nested(stream)):
         return None
-    return dataset
-
-
-def _has_shuffle_buffer(stream: Any) -> bool:
-    """Whether ``stream`` is a Hugging Face stream with a shuffle buffer, whose contents its state leaves out."""
-    part = getattr(stream, "_ex_iterable", None)
-    while part is not None:
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        part = getattr(part, "ex_iterable", None)
-    return False
+    if hasattr(stream, "state_dict"):
+        return stream
+    dataset = getattr(stream, "dataset", None)
+    return dataset if hasattr(dataset, "state_dict") and not _workers_of(stream) else None
 
 
 def _call_if_there(stream: Any, name: str, value: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from types import MappingProxyType
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from distaccum.engines.modules import full_tensor, is_sharded, shard_like
 from distaccum.engines.state import from_bytes, to_bytes
-from distaccum.errors import CheckpointError, MisuseError
+from distaccum.errors import CheckpointError, MisuseError, shorten
 
+_log = logging.getLogger(__name__)
 _PREFIX, _OWN = "state.", "own."
 _KIND = "kind."  # of an optimizer: its class
 _AS_BYTES = "in bytes"  # the value of what is neither a tensor nor a plain value, next to its bytes
@@ -91,7 +93,8 @@ def load(
 ) -> None:
     """Restores what was kept of each optimizer's parameters, and of the optimizer itself.
 
-    A parameter that the saved run had never used has no state, and starts without. What was kept in another type than
+    A parameter that the saved run had never used has no state, and starts without; the state of one that is in the
+    ``model`` and is frozen now is left out, and a warning names it. What was kept in another type than
     its parameter, such as weights in twice the precision, keeps that type, where ``model`` says that the parameter had
     its present one.
 
@@ -103,9 +106,7 @@ def load(
     optimizers = list(optimizers)
     check_kinds(optimizers, values)
     kept, own = by_owner(tensors, values)
-    unknown = kept.keys() - parameters.keys()
-    if unknown:
-        raise KeyError(f"optimizer state of {sorted(unknown)[0]!r}, which is no trained parameter of the model")
+    leave_out_frozen(kept, parameters, model)
     names = {id(parameter): name for name, parameter in parameters.items()}
     for number, optimizer in enumerate(optimizers):
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -122,6 +123,21 @@ def load(
                 name, changed = names[id(held[i])], _types(optimizer.state[held[i]][key]) != _types(value)
                 if changed and name in model and model[name].dtype == held[i].dtype:  # only then it is read
                     optimizer.state[held[i]][key] = _moved(value, held[i].device)
+
+
+def leave_out_frozen(kept: dict[str, dict[str, str]], trained: Iterable[str], model: Iterable[str]) -> None:
+    """Takes out of ``kept`` what was kept of parameters that are not ``trained`` any more.
+
+    Raises:
+        KeyError: something was kept of what is no parameter of the ``model`` either.
+    """
+    unknown = kept.keys() - set(trained)
+    if strangers := sorted(unknown - set(model)):
+        raise KeyError(f"optimizer state of {strangers[0]!r}, which is no trained parameter of the model")
+    for name in unknown:
+        del kept[name]
+    if unknown:
+        _log.warning("frozen since, and resumed without optimizer state: %s", shorten(sorted(unknown)))
 
 
 def kinds(optimizers: Iterable[Optimizer]) -> dict[str, str]:

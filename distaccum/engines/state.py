@@ -133,15 +133,32 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: to_bytes(name, value) if is_extra(name) else value for name, value in found.items()}
 
 
+def kind_of(dtype: torch.dtype) -> str:
+    """Of which kind its numbers are: ``bool``, ``int``, ``float`` or ``complex``."""
+    if dtype is torch.bool:
+        return "bool"
+    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"
+
+
+def expect_kind(name: str, given: Tensor, own: Tensor) -> None:
+    """Raises CheckpointError where a copy would change the kind of a tensor's numbers."""
+    if kind_of(given.dtype) != kind_of(own.dtype):
+        raise CheckpointError(f"{name} is {given.dtype} in the state, and {own.dtype} in the model: another kind")
+
+
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Restores :func:`model_state`.
 
     Raises:
+        CheckpointError: a tensor holds numbers of another kind.
         RuntimeError, KeyError, ValueError: as torch does, where the tensors belong to another model.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # noqa: PLC0415
 
     given: Any = {name: from_bytes(value) if is_extra(name) else value for name, value in tensors.items()}
+    for name, own in (*model.named_parameters(), *model.named_buffers()):
+        if clean(name) in given:
+            expect_kind(clean(name), given[clean(name)], own)
     aside = names_set_aside(model)
     found = set_model_state_dict(model, given, options=StateDictOptions(strict=not aside))
     missing = set(found.missing_keys) - aside

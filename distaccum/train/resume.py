@@ -15,7 +15,7 @@ from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore, find, verify
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.data.agreement import differs
-from distaccum.data.cursor import position_mismatch
+from distaccum.data.cursor import has_grown, position_mismatch
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
@@ -66,9 +66,12 @@ def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedSta
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"
         raise ConfigError("engine", None, problem + BY_PARAMETER, remedy)
     mismatch = position_mismatch(saved.run.position, components.plan.position)
-    if mismatch is not None:
+    grown = has_grown(saved.run.position, components.plan.position)
+    if mismatch is not None and not (grown and "data" in config.resume_allow):
         key, before, value = mismatch
         remedy = f"Continue with {key}={before}, or start a new run in another hydra.run.dir"
+        if grown:
+            remedy += "; or resume_allow=[data] ends the epoch that was begun, and goes on with the next one"
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
     if readable:
         _check_optimizers(saved.run.config, record, path)
@@ -226,7 +229,11 @@ class Restore:
             with_optimizer=self._with_optimizer,
             with_model=self._with_optimizer or self._on_meta,
         )
-        accumulator.restore(run.progress, run.position, data, run.spikes)
+        progress, position = run.progress, run.position
+        if has_grown(position, self._components.plan.position):  # find_checkpoint has allowed it
+            progress = progress.next_epoch() if progress.epoch_window else progress
+            position = self._components.plan.position
+        accumulator.restore(progress, position, data, run.spikes)
         restore_callbacks(callbacks, run.callbacks)
         averaged = ema.begin(callbacks, accumulator.engine, self._saved.folder)
         # A run started from a named checkpoint is another run.
@@ -260,6 +267,8 @@ class Restore:
             lost = f"optimizer state ({run.optimizer_format}) and loss scale do not"
             carried = f"weights, progress and data carry over, {lost}"
         record, facts = self._components.record, self._components.facts if self._is_main else {}
+        if has_grown(run.position, self._components.plan.position):
+            carried += "; with other samples from the next epoch on, and the one that was begun ends here"
         if changes := changes_since(run, record, facts):
             carried += f"; changed since: {shown(changes)}"
         engine = run.config.get("engine", {}).get("name", "unknown")

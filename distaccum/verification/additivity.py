@@ -112,15 +112,16 @@ def _collated(window: Window) -> list[Any] | None:
     ids = [int(i) for micro in window.ids() for i in micro][:_LOOKED_AT]
     if window.fetch is None or not ids:
         return None
-    ids = ids if len(ids) >= _PAIR else ids * _PAIR
     samples, collate = window.fetch(ids)
     bare = getattr(collate, "bare", None)
+    samples = [one for one in samples if one is not None]  # what is broken is left out
 
     def batch(*places: int, by: Callable[[list[Any]], Any] = bare or collate) -> Any:
         return by([deepcopy(samples[place]) for place in places])  # collations may change what they are given
 
+    samples = samples if len(samples) >= _PAIR else samples * _PAIR
     alone = batch(0)
-    other = next((i for i in range(1, len(ids)) if _shapes(batch(i)) != _shapes(alone)), 1)
+    other = next((i for i in range(1, len(samples)) if _shapes(batch(i)) != _shapes(alone)), 1)
     fixed = [] if bare is None else [batch(*places, by=collate) for places in ((0, other), (other, 0), (0,))]
     return [alone, batch(other), batch(0, other), batch(0, other), *fixed]
 

@@ -374,8 +374,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         for name, edit in {
             "dropout is keyed by the rank": (
                 "data/loader.py",
-                "keys=keys_of(self._ids.firsts(cut, k), self._seed, epoch),",
-                "keys=keys_of(self._ids.firsts(cut, k), self._seed, epoch, self._world.rank),",
+                "keys=keys_of(_firsts(positions), self._seed, epoch),",
+                "keys=keys_of(_firsts(positions), self._seed, epoch, self._world.rank),",
             ),
             "ranks are summed one after the other": (
                 "engines/ddp/tree.py",

@@ -457,7 +457,8 @@ class DeepSpeedEngine(Engine):
                 )
                 return
             flats, names = self._gradients.flats(), self._names_by_id
-            flat_state.load(self._optimizers[0], flats, names, state.optimizer, state.optimizer_values)
+            optimizer, tensors, values = self._optimizers[0], state.optimizer, state.optimizer_values
+            flat_state.load(optimizer, flats, names, tensors, values, model=state.model)
 
     def _own_edits(self) -> None:
         """What has changed weights so far was no user."""

@@ -27,9 +27,9 @@ from distaccum.engines.deepspeed.internals import (
     whole_shape,
 )
 from distaccum.engines.modules import put_back
-from distaccum.engines.optimizer_state import by_owner, check_kinds, entry, kinds
+from distaccum.engines.optimizer_state import by_owner, check_kinds, entry, kinds, leave_out_frozen
 from distaccum.engines.rules import Verdict, try_rule
-from distaccum.engines.state import extra_state, set_extra_state, to_bytes, without_base
+from distaccum.engines.state import expect_kind, extra_state, set_extra_state, to_bytes, without_base
 from distaccum.errors import CheckpointError, ConfigError, MisuseError, shorten
 
 # Optimizers whose rule DeepSpeed's flat partitions keep: those that treat each element of a parameter by itself.
@@ -201,6 +201,7 @@ class MasterWeights:
             if parameter.data.shape == shape:  # else its memory is given back until the next forward
                 parameter.data.copy_(value)
         for name in set(buffers) & set(tensors):
+            expect_kind(name, tensors[name], buffers[name])
             buffers[name].copy_(tensors[name])
         for name in extras:
             set_extra_state(self._model, name, tensors[name])
@@ -285,8 +286,10 @@ def load(
     names: Mapping[int, str],
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
+    *,
+    model: Iterable[str] = (),
 ) -> None:
-    """Restores what any engine has kept by parameter; each rank takes its pieces.
+    """Restores what any engine has kept by parameter of the ``model``; each rank takes its pieces.
 
     Raises:
         MisuseError: it is the state of an optimizer of another class.
@@ -296,9 +299,7 @@ def load(
     """
     check_kinds([optimizer], values)
     kept, _ = by_owner(tensors, values)
-    unknown = kept.keys() - names.values()
-    if unknown:
-        raise KeyError(f"optimizer state of {sorted(unknown)[0]!r}, which is no trained parameter of the model")
+    leave_out_frozen(kept, names.values(), model)
     new = {}
     for flat, pieces in flats:  # all are read before one is replaced
         held = {piece: kept.get(names[id(piece.parameter)], {}) for piece in pieces}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
-from distaccum.engines.state import whole_state
+from distaccum.engines.state import load_model_state, whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.tools import export
 
@@ -253,6 +254,37 @@ def test_initial_weights_may_leave_out_extra_state(tmp_path: Path) -> None:
     assert torch.equal(model.linear.weight, saved.linear.weight)
     with pytest.raises(ConfigError, match=r"has no counting\._extra_state"):
         weights.check(model, file, key="resume")
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "fits"),
+    [
+        ("float64", "bfloat16", True),
+        ("int32", "int64", True),
+        ("float32", "int64", False),
+        ("int64", "float32", False),
+        ("complex64", "float32", False),
+        ("bool", "int64", False),
+        ("uint8", "bool", False),
+    ],
+)
+def test_a_load_keeps_the_kind_of_a_number(
+    stored: str, own: str, fits: bool, gloo_world: World, tmp_path: Path
+) -> None:
+    """A cast would cut 0.5 to 0; widths may differ."""
+    model, file = nn.Linear(2, 2), tmp_path / "model.safetensors"
+    model.register_buffer("extra", torch.ones(3, dtype=getattr(torch, own)))
+    given = model.state_dict() | {"extra": torch.ones(3, dtype=getattr(torch, stored))}
+    save_file(given, file)
+    engine = _engine(gloo_world, model)
+    if fits:
+        weights.check(model, file)
+        load_model_state(model, given)
+        return
+    with pytest.raises(ConfigError, match=r"has extra as (float|int|complex|bool), and the model as (float|int|bool)"):
+        weights.check(model, file)
+    with pytest.raises(CheckpointError, match=rf"extra is torch\.{stored} in the state, and torch\.{own} in the model"):
+        engine.load_state(replace(whole_state(engine, gloo_world), model=given))
 
 
 def test_native_types_stay_readable_for_others(gloo_world: World, tmp_path: Path) -> None:

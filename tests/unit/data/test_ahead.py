@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from distaccum import RunConfig
 from distaccum.data.adapters import to_data_spec
@@ -32,14 +32,20 @@ Drawn = list[tuple[int, int, list[list[float]]]]
 
 
 class Augmented:
-    """Samples with their number, and what they draw from each of the global generators."""
+    """Samples with their number, what they draw from each of the global generators, and the epoch that they know of."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
         numbers = [torch.rand(()).item(), np.random.rand(), random.random()]  # noqa: NPY002, S311
-        return torch.tensor([index, *numbers], dtype=torch.float64)
+        return torch.tensor([index, *numbers, self.epoch], dtype=torch.float64)
 
 
 class Noted:
@@ -70,7 +76,8 @@ class Noted:
 
 def _loader(world: World, data: Any, *, workers: int, windows: int = 1, **options: Any) -> MapWindowLoader:
     plan = BatchPlan(samples=SAMPLES, global_batch_size=GLOBAL, micro_batch_size=MICRO, world_size=1, seed=3)
-    given = WorkerOptions(num_workers=workers, prefetch_windows=windows, multiprocessing_context="fork", **options)
+    context = "fork" if workers else None
+    given = WorkerOptions(num_workers=workers, prefetch_windows=windows, multiprocessing_context=context, **options)
     return MapWindowLoader(data, plan, world, workers=given, seed=3)
 
 
@@ -104,6 +111,14 @@ def test_what_samples_draw_is_neither_constant_nor_repeated(whole: Drawn) -> Non
     assert Counter(row[0] for row in rows) == dict.fromkeys(map(float, range(SAMPLES)), 3)
     for column in (1, 2, 3):
         assert len({row[column] for row in rows}) == 3 * SAMPLES
+    assert all(row[4] == epoch for epoch, _, window in whole for row in window)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [Augmented, lambda: Subset(Augmented(), range(SAMPLES))], ids=["itself", "subset"])
+def test_a_dataset_knows_its_epoch_from_the_middle_of_one_on(gloo_world: World, make: Any, workers: int) -> None:
+    found = _epochs(_loader(gloo_world, make(), workers=workers), gloo_world, 1, 1)
+    assert all(row[4] == epoch for epoch, _, window in found for row in window)
 
 
 @pytest.mark.parametrize(

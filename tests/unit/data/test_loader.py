@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from distaccum.accumulation.accumulator import Accumulator
 from distaccum.data import loading_processes
@@ -27,10 +27,11 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.datasets.digits import digits
 from distaccum.data.datasets.text import docs, text
 from distaccum.data.datasets.tokens import tokens
+from distaccum.data.factory import build_loader, make_plan
 from distaccum.data.held_out import HeldOut
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.plan.batch import BatchPlan
-from distaccum.data.spec import WorkerOptions
+from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -366,3 +367,87 @@ def test_a_program_keeps_its_frozen_objects() -> None:
         gc.unfreeze()
     list(loading_processes.Iteration().begin([1]))
     assert not gc.get_freeze_count()
+
+
+BROKEN = {3, 17, *range(8, 16), 20, 21, 22, 23}  # a window of eight, and a micro-batch of four
+
+
+class Broken(Recorded):
+    """Samples of which some cannot be read."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int, /) -> Any:
+        return None if index in BROKEN else torch.full((1,), index / 32, dtype=torch.float64)
+
+
+def whole_ones(samples: list[Any]) -> Any:
+    kept = [sample for sample in samples if sample is not None]
+    return default_collate(kept) if kept else None
+
+
+class Squares:
+    def count(self, batch: torch.Tensor) -> int:
+        return len(batch)
+
+    def __call__(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - 1).square().sum()
+
+
+@pytest.mark.parametrize(("micro", "workers"), [(1, 0), (4, 0), (4, 1)])
+def test_broken_samples_are_left_out_and_count_nothing(micro: int, workers: int, gloo_world: World) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1).double()
+    w, b = (parameter.item() for parameter in model.parameters())
+    data = DataSpec(train=Broken(), collate=whole_ones, shuffle=False, workers=WorkerOptions(num_workers=workers))
+    loss = Squares()
+    acc = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=8,
+        micro_batch_size=micro,
+        count=loss.count,
+    )
+    for window in acc.windows(data):
+        acc.step(window, loss)
+    for k in range(4):
+        x = [i / 32 for i in range(8 * k, 8 * k + 8) if i not in BROKEN]
+        errors = [w * value + b - 1 for value in x]
+        for _ in x[:1]:
+            w -= 0.1 * 2 * sum(e * value for e, value in zip(errors, x, strict=True)) / len(x)
+            b -= 0.1 * 2 * sum(errors) / len(x)
+    assert [parameter.item() for parameter in model.parameters()] == pytest.approx([w, b], abs=1e-12)
+    assert (acc.progress.step, acc.progress.skipped) == (3, 1)
+
+
+@pytest.mark.parametrize("collate", [whole_ones, None])
+def test_a_stream_leaves_broken_samples_out_too_or_names_the_first(collate: Any, gloo_world: World) -> None:
+    data = DataSpec(train=(Broken()[i] for i in range(32)), collate=collate, batched=False)
+    plan = make_plan(data, global_batch_size=8, tokens=None, micro_batch_size=4, world_size=1, seed=0)
+    windows = build_loader(data, plan, gloo_world).windows(0, 0, GlobalCounter(gloo_world, len))
+    if collate is None:
+        with pytest.raises(DataError, match="sample 3 is None, which torch's default_collate cannot batch"):
+            next(windows)
+        return
+    found = [int(value * 32) for window in windows for micro in window.micro_batches for value in micro.batch]
+    assert found == [i for i in range(32) if i not in BROKEN]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("sample", "collate", "said"),
+    [
+        ({"x": 1.0, "more": [1, None]}, None, r"sample 0\['more'\]\[1\] is None, which torch's default_collate cannot"),
+        (None, None, r"sample 0 is None, which .*: give DataSpec\.collate a function that drops it, and returns None"),
+        (1.0, lambda samples: None, r"the collate function gave None for a batch: let it return"),
+    ],
+)
+def test_a_none_that_nobody_meant_is_named(
+    sample: Any, collate: Any, said: str, workers: int, gloo_world: World
+) -> None:
+    data = [sample] * 4
+    plan = BatchPlan(samples=4, global_batch_size=4, micro_batch_size=2, world_size=1, seed=None)
+    loader = MapWindowLoader(data, plan, gloo_world, collate=collate, workers=WorkerOptions(num_workers=workers))
+    with pytest.raises(DataError, match=said):
+        next(loader.windows(0, 0, GlobalCounter(gloo_world, len)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from distaccum import DataSpec, Trainer
@@ -129,6 +130,47 @@ def test_two_resumes_in_an_epoch(
     assert found[0] == found[1]
     assert [record[2] for record in found[0][0]] == [0] * 5 + [1] * 2
     says(capsys.readouterr().out)
+
+
+def test_more_data_begin_with_the_next_epoch(
+    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[list[int]] = []
+
+    class Seen(CrossEntropy):
+        def count(self, batch: Any) -> int:
+            found.append((batch[0][:, 0] * 64).int().tolist())
+            return len(batch[0])
+
+    def run(samples: int, steps: int, **more: Any) -> None:
+        data = DataSpec(train=[(torch.full((4,), i / 64), torch.tensor(i % 3)) for i in range(samples)])
+        trainer = {"max_steps": steps, "eval_every": 0, "verify": "never"}
+        config = RunConfig.from_dict(_config(resume="auto", trainer=trainer, **more))
+        Trainer(nn.Linear(4, 3), Seen(), data, config=config, run_dir=tmp_path).fit()
+
+    run(40, 2)  # of five windows
+    with pytest.raises(ConfigError, match=r"samples=64: but .* with samples=40\. .*; or resume_allow=\[data\] ends"):
+        run(64, 10)
+    found.clear()
+    run(64, 10, resume_allow=["data"])  # eight windows
+    assert sorted(i for batch in found for i in batch) == list(range(64))
+    assert "with other samples from the next epoch on" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("then", ["frozen", "thawed"])
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
+def test_layers_are_frozen_or_thawed_on_a_resume(engine: str, then: str, gloo_world: World, tmp_path: Path) -> None:
+    """The layer goes on from its weights; a thawed one as a new optimizer does, a frozen one does not move."""
+    for steps, frozen in ((2, then == "thawed"), (4, then == "frozen")):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        config = _config(resume="auto", trainer={"max_steps": steps, "eval_every": 0}, engine={"name": engine})
+        settings: dict[str, Any] = {"config": RunConfig.from_dict(config), "optimizer": optimizer}
+        Trainer(model, CrossEntropy(), SOURCE, run_dir=tmp_path, **settings).fit()
+    before, after = (load_file(tmp_path / f"checkpoints/step-{n}/model.safetensors") for n in (2, 4))
+    assert torch.equal(before["0.weight"], after["0.weight"]) == (then == "frozen")
+    assert not torch.equal(before["1.weight"], after["1.weight"])
 
 
 def test_weights_of_two_origins_are_refused(tmp_path: Path) -> None:
