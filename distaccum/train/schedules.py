@@ -10,6 +10,7 @@ from distaccum.config.checks import require_choice
 from distaccum.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_TRIAL = 10  # updates of a warm-up of which nothing is said: the run is one of a few updates
 
 
 class Constant:
@@ -152,7 +153,7 @@ class _Warmup:
         if steps is not None and steps < 0:
             raise ConfigError("schedule.warmup_steps", steps, "negative", "Use 0 or more updates")
         share = _ratio("warmup_ratio", ratio)
-        if steps is not None and 10 * steps > total_steps > 0:
+        if steps is not None and steps > _TRIAL and 10 * steps > total_steps > 0:
             _log.warning("schedule.warmup_steps=%d is more than a tenth of the run's %d updates", steps, total_steps)
         self.steps = round(share * total_steps) if steps is None else steps
 

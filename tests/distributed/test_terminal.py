@@ -194,7 +194,7 @@ def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: py
 )
 def test_a_full_disk_of_what_is_printed_ends_no_run(tmp_path: Path, says: Callable[[str], None]) -> None:
     short = (*TINY, "trainer.max_steps=3", "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl")
-    given = command(1, TRAIN, [*short, "schedule.warmup_steps=0", f"hydra.run.dir={tmp_path}"])
+    given = command(1, TRAIN, [*short, f"hydra.run.dir={tmp_path}"])
     with Path("/dev/full").open("w") as full:
         finished = subprocess.run(
             given, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=90, env=environment()
