@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -64,55 +65,28 @@ def _nobody(view: View, reports: Mapping[str, Report]) -> tuple[str, ...]:
     return ()
 
 
-def _waits_for_nobody(
-    view: View,
-    reports: Mapping[str, Report],
-    candidates: Sequence[str],
-    gone: Collection[str],
-    *,
-    expels: bool,
-    least: int,
-) -> View | None:
-    return _propose(view, reports, candidates, gone, expels=True, least=least)
+def _proposes(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., View | None]:
+    """A ``propose`` that is given something else."""
+
+    def propose(*given: object, **settings: object) -> View | None:
+        named: dict[str, Any] = dict(zip(("view", "reports", "candidates", "gone"), given, strict=True), **settings)
+        return _propose(**named | change(named))
+
+    return propose
 
 
-def _keeps_the_gone(
-    view: View,
-    reports: Mapping[str, Report],
-    candidates: Sequence[str],
-    gone: Collection[str],
-    *,
-    expels: bool,
-    least: int,
-) -> View | None:
-    found = _propose(view, reports, candidates, gone, expels=expels, least=least)
+def _keeps_the_gone(view: View, *given: Any, **settings: Any) -> View | None:
+    found = _propose(view, *given, **settings)
     return found and replace(found, members=tuple(dict.fromkeys(view.members + found.members)))
 
 
-def _forgets_candidates(
-    view: View,
-    reports: Mapping[str, Report],
-    candidates: Sequence[str],
-    gone: Collection[str],
-    *,
-    expels: bool,
-    least: int,
-) -> View | None:
-    return _propose(view, reports, (), gone, expels=expels, least=least)
+def _with_a_state(given: dict[str, Any]) -> dict[str, Any]:
+    return {"reports": {member: replace(report, position=0) for member, report in given["reports"].items()}}
 
 
-def _goes_on_without_a_state(
-    view: View,
-    reports: Mapping[str, Report],
-    candidates: Sequence[str],
-    gone: Collection[str],
-    *,
-    expels: bool,
-    least: int,
-) -> View | None:
-    stated = {member: replace(report, position=0) for member, report in reports.items()}
-    return _propose(view, stated, candidates, gone, expels=expels, least=least)
-
+_waits_for_nobody = _proposes(lambda given: {"expels": True})
+_forgets_candidates = _proposes(lambda given: {"candidates": ()})
+_goes_on_without_a_state = _proposes(_with_a_state)
 
 _JOINED = Bounds(newcomers=1)
 _THREE = Bounds(members=3)

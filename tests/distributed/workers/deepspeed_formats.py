@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from distaccum import Accumulator, World
+from distaccum import World
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.engines.state import whole_state
+from tests.support.accumulators import over_sgd
 from tests.support.answers import give
 
 SAMPLES, MICRO = 24, 2
@@ -36,15 +37,7 @@ class Model(nn.Module):
 def update(model: nn.Module, data: Tensor, stage: int, precision: str, world: World) -> dict[str, Tensor]:
     """What a window of SGD has added to the weights."""
     model = deepcopy(model)
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        global_batch_size=SAMPLES,
-        micro_batch_size=MICRO,
-        engine=DeepSpeedConfig(stage=stage),
-        precision=precision,
-        world=world,
-    )
+    acc = over_sgd(model, 1.0, (SAMPLES, MICRO), engine=DeepSpeedConfig(stage=stage), precision=precision, world=world)
     before = whole_state(acc.engine, world).model
     for window in acc.windows(DataLoader(data, batch_size=MICRO)):  # type: ignore[arg-type]
         for micro in window:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum import Accumulator, DataSpec, World
+from distaccum import DataSpec, World
 from distaccum.errors import DistaccumError
 from tests.distributed.workers.engine_matrix import weights_of
+from tests.support.accumulators import over_sgd
 from tests.support.answers import give
 from tests.support.engine_matrix import ENGINES
 
@@ -51,16 +52,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 def trained(engine: str, world: World, number: int, holder: int | None) -> dict[str, Any]:
     """The weights after each epoch, or the error."""
     model = make_model()
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=LR),
-        global_batch_size=GLOBAL_SIZE,
-        micro_batch_size=1,
-        count=len,
-        world=world,
-        engine=ENGINES[engine],
-        verify="never",
-    )
+    acc = over_sgd(model, LR, (GLOBAL_SIZE, 1), count=len, world=world, engine=ENGINES[engine], verify="never")
     held = samples(number)
     data: Any = DataSpec(train=held, eval_dataset=None, description="", shuffle=False)
     if holder is not None:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum import Accumulator, Callback, Trainer, World
+from distaccum import Callback, Trainer, World
 from distaccum.data.hooks import Hooks
 from distaccum.errors import DistaccumError
 from distaccum.testing.counters import OperationCounter
+from tests.support.accumulators import over_sgd
 from tests.support.answers import give
 from tests.support.runs import settings
 
@@ -56,15 +57,7 @@ def train(world: World, spoil: Callable[[nn.Module], None] | None, **options: An
     """An own loop; rank 1 spoils its weights after window 2."""
     model, loss = make_model(), Squares()
     nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch_size=GLOBAL_SIZE,
-        micro_batch_size=MICRO_SIZE,
-        count=loss.count,
-        world=world,
-        **options,
-    )
+    acc = over_sgd(model, 0.01, (GLOBAL_SIZE, MICRO_SIZE), count=loss.count, world=world, **options)
     number, said = 0, ""
     try:
         for _ in range(2):
@@ -114,14 +107,7 @@ def by_trainer(world: World, folder: Path) -> dict[str, Any]:
 def operators(world: World, *, riding: bool) -> int:
     """Of two steady windows, one of which compares the weights."""
     model, loss = make_model(), Squares()
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch_size=GLOBAL_SIZE,
-        micro_batch_size=MICRO_SIZE,
-        count=loss.count,
-        world=world,
-    )
+    acc = over_sgd(model, 0.01, (GLOBAL_SIZE, MICRO_SIZE), count=loss.count, world=world)
     if not riding:
         acc._counter.hooks = Hooks()
     windows = acc.windows(data())

@@ -17,6 +17,7 @@ from distaccum import Accumulator, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.engines.state import whole_state
 from distaccum.errors import DistaccumError, MisuseError, NonFiniteError
+from tests.support.accumulators import over_sgd
 from tests.support.answers import give
 
 ENGINES: dict[str, EngineConfig] = {
@@ -82,16 +83,7 @@ class Stream:
 
 def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accumulator:
     """Windows of eight samples, in micro-batches of two; SGD."""
-    return Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        global_batch_size=8,
-        micro_batch_size=2,
-        engine=engine,
-        world=WORLD,
-        count=lambda batch: len(batch[1]),
-        **options,
-    )
+    return over_sgd(model, 0.1, (8, 2), engine=engine, world=WORLD, count=lambda batch: len(batch[1]), **options)
 
 
 def squares(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:

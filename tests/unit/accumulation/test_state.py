@@ -33,6 +33,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.distributed.activity import Activity
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError, PeerError, UntrainedParameterWarning
+from tests.support.accumulators import over_sgd
 from tests.support.schedule_free import ScheduleFree
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
@@ -404,15 +405,7 @@ class Forked(nn.Module):
 
 def _train(world: World, engine: EngineConfig, *, used: bool, windows: int) -> None:
     model = Forked(used=used)
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch_size=2,
-        micro_batch_size=2,
-        count=len,
-        world=world,
-        engine=engine,
-    )
+    acc = over_sgd(model, 0.01, (2, 2), count=len, world=world, engine=engine)
     for window in acc.windows(list(torch.randn(2 * windows, 3))):
         for micro in window:
             with acc.accumulate():

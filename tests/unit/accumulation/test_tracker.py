@@ -14,6 +14,7 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError, NonFiniteError
+from tests.support.accumulators import over_sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 SIZE = 4
@@ -294,14 +295,7 @@ def test_an_abandoned_window_of_a_stream_is_given_again(gloo_world: World) -> No
             yield from (torch.stack(samples[i : i + 2]) for i in range(0, len(samples), 2))
 
     model = nn.Linear(3, 1)
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        global_batch_size=SIZE,
-        micro_batch_size=2,
-        count=Squares().count,
-        world=gloo_world,
-    )
+    acc = over_sgd(model, 0.01, (SIZE, 2), count=Squares().count, world=gloo_world)
     stream, seen = Endless(), []
 
     def run() -> None:

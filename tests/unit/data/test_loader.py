@@ -35,6 +35,7 @@ from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError
 from distaccum.losses.cross_entropy import CrossEntropy
+from tests.support.accumulators import over_sgd
 
 
 def test_docs_is_real_text_in_next_byte_pairs() -> None:
@@ -402,13 +403,7 @@ def test_broken_samples_are_left_out_and_count_nothing(micro: int, workers: int,
     w, b = (parameter.item() for parameter in model.parameters())
     data = DataSpec(train=Broken(), collate=whole_ones, shuffle=False, workers=WorkerOptions(num_workers=workers))
     loss = Squares()
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        global_batch_size=8,
-        micro_batch_size=micro,
-        count=loss.count,
-    )
+    acc = over_sgd(model, 0.1, (8, micro), count=loss.count)
     for window in acc.windows(data):
         acc.step(window, loss)
     for k in range(4):

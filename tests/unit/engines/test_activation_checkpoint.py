@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from distaccum import Accumulator
 from distaccum.config.engine import DDPConfig
 from distaccum.distributed.world import World
 from distaccum.engines import activation_checkpoint
 from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.errors import ConfigError, MisuseError
+from tests.support.accumulators import over_sgd
 
 
 class Block(nn.Module):
@@ -118,14 +118,7 @@ class Layers(nn.Module):
 
 
 def _step(model: nn.Module, engine: DDPConfig) -> None:
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        global_batch_size=4,
-        micro_batch_size=2,
-        engine=engine,
-        verify="never",
-    )
+    acc = over_sgd(model, 1.0, (4, 2), engine=engine, verify="never")
     try:
         for window in acc.windows(torch.utils.data.DataLoader(list(torch.ones(4, 4)), batch_size=2)):
             for micro in window:

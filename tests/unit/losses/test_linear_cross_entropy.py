@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distaccum import Accumulator, DataSpec, World
+from distaccum import DataSpec, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.base import Loss
@@ -22,6 +22,7 @@ from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.linear_cross_entropy import linear_cross_entropy
 from distaccum.models.cnn import CNN
 from distaccum.models.gpt import GPT
+from tests.support.accumulators import over_sgd
 from tests.support.threads import run_ranks
 
 TOKENS, WIDTH, ROWS, CLASSES, CHUNK = 300, 48, 520, 509, 64
@@ -222,16 +223,7 @@ ENGINES: dict[str, EngineConfig] = {
 def _step(world: World, engine: EngineConfig, model: nn.Module, loss: Loss, data: Any) -> dict[str, Tensor]:
     """What the weights lose in one window, in which rank 0 has a micro-batch more than rank 1."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        global_batch_size=5,
-        micro_batch_size=2,
-        count=loss.count,
-        engine=engine,
-        world=world,
-        verify="first",
-    )
+    acc = over_sgd(model, 1.0, (5, 2), count=loss.count, engine=engine, world=world, verify="first")
     for window in acc.windows(data):
         for micro in window:
             with acc.accumulate():

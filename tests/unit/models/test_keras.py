@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.accumulators import over_sgd
 from tests.support.optional import Library
 
 os.environ["KERAS_BACKEND"] = "torch"
 keras: Any = Library("keras")
 
-from distaccum import Accumulator, DataSpec, Trainer  # noqa: E402  Keras reads its backend first
+from distaccum import DataSpec, Trainer  # noqa: E402  Keras reads its backend first
 from distaccum.config.compile import CompileConfig  # noqa: E402
 from distaccum.config.engine import DDPConfig, EngineConfig, Zero1Config, engine_config  # noqa: E402
 from distaccum.config.precision import PrecisionConfig  # noqa: E402
@@ -101,15 +102,7 @@ def _error(weights: Any, truth: list[Tensor]) -> float:
 
 
 def _train(world: World, model: KerasModel, loss: KerasLoss, samples: Any, engine: EngineConfig) -> dict[str, Tensor]:
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        global_batch_size=7,
-        micro_batch_size=2,
-        count=loss.count,
-        engine=engine,
-        world=world,
-    )
+    acc = over_sgd(model, 0.1, (7, 2), count=loss.count, engine=engine, world=world)
     for window in acc.windows(DataSpec(train=samples, shuffle=False)):
         for micro in window:
             with acc.accumulate():

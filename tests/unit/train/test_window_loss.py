@@ -17,6 +17,7 @@ from distaccum.tools.flops import ModelFlops
 from distaccum.train.checks import check_loss
 from distaccum.train.evaluate import Evaluation
 from tests.support import compared
+from tests.support.accumulators import over_sgd
 from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
@@ -43,14 +44,7 @@ def test_an_evaluation_compares_the_whole_held_out_set(ranks: int, micro: int) -
     def rank(world: World) -> Any:
         loss, model = compared.Contrast(), compared.make_model("contrast")
         model.load_state_dict(STATE)
-        acc = Accumulator(
-            model,
-            SGD(model.parameters(), lr=1.0),
-            global_batch_size=8,
-            micro_batch_size=4,
-            count=loss.count,
-            world=world,
-        )
+        acc = over_sgd(model, 1.0, (8, 4), count=loss.count, world=world)
         found = Evaluation(acc.engine, _data(), loss, world, micro_batch_size=micro).run()
         acc.close()
         return found
@@ -95,14 +89,7 @@ class TooLarge(compared.Contrast):
 
 def test_a_held_out_set_that_is_too_large_to_compare_is_said(gloo_world: World) -> None:
     loss, model = TooLarge(), compared.make_model("contrast")
-    acc = Accumulator(
-        model,
-        SGD(model.parameters(), lr=1.0),
-        global_batch_size=8,
-        micro_batch_size=4,
-        count=loss.count,
-        world=gloo_world,
-    )
+    acc = over_sgd(model, 1.0, (8, 4), count=loss.count, world=gloo_world)
     with pytest.raises(ResourceError, match=r"comparison of a held-out set's .*no memory\. Lower trainer.eval_samples"):
         Evaluation(acc.engine, _data(), loss, gloo_world, micro_batch_size=4).run()
 
@@ -155,14 +142,7 @@ def test_a_loss_without_its_interface_is_refused(case: str) -> None:
 
 def test_operations_are_those_of_one_forward_and_backward(gloo_world: World) -> None:
     loss, model = compared.Contrast(), compared.make_model("contrast", torch.float32)
-    acc = Accumulator(
-        model,
-        SGD(model.parameters(), lr=1.0),
-        global_batch_size=8,
-        micro_batch_size=4,
-        count=loss.count,
-        world=gloo_world,
-    )
+    acc = over_sgd(model, 1.0, (8, 4), count=loss.count, world=gloo_world)
     window = next(iter(acc.windows(compared.samples(8, torch.float32))))
     flops = ModelFlops(compared.make_model("contrast", torch.float32), loss, gloo_world.device)
     layers = compared.FEATURES * 8, 8 * compared.WIDTH

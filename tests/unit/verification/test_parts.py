@@ -19,6 +19,7 @@ from distaccum.data.collate import PadCollator
 from distaccum.errors import VerificationError
 from distaccum.verification.additivity import suspicious_first_loss
 from distaccum.verification.parts import why_not_cut
+from tests.support.accumulators import over_sgd
 
 Batch = dict[str, Tensor]
 
@@ -259,15 +260,7 @@ def first_window(world: World, loss: Any, **options: Any) -> Accumulator:
     source = DataSpec(
         train=samples(), eval_dataset=None, description="tags", collate=PadCollator({"tokens": 0, "labels": PADDED})
     )
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        global_batch_size=8,
-        micro_batch_size=2,
-        count=loss.count,
-        world=world,
-        **options,
-    )
+    acc = over_sgd(model, 0.1, (8, 2), count=loss.count, world=world, **options)
     before = [p.detach().clone() for p in model.parameters()]
     try:
         for window in acc.windows(source):
@@ -327,14 +320,7 @@ def test_without_a_dataset_a_micro_batch_is_cut_in_two(gloo_world: World) -> Non
         def __call__(self, model: nn.Module, batch: Any) -> Tensor:
             return super().__call__(model, batch) / len(batch[0])
 
-    acc = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        global_batch_size=8,
-        micro_batch_size=4,
-        count=Mean().count,
-        world=gloo_world,
-    )
+    acc = over_sgd(model, 0.1, (8, 4), count=Mean().count, world=gloo_world)
     with pytest.raises(VerificationError, match="it is a mean over its count"):
         acc.step(next(iter(acc.windows(iter(data)))), Mean())
 
