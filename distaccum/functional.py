@@ -28,6 +28,7 @@ from typing import Any
 from distaccum.accumulation.restart import Restarting
 from distaccum.accumulation.step import Outcome
 from distaccum.config.checks import (
+    require_choice,
     require_count,
     require_seed,
     whole_number,
@@ -46,6 +47,7 @@ from distaccum.errors import MisuseError, UndividedLossWarning
 from distaccum.losses.base import AnyLoss, from_mean, is_window_loss
 from distaccum.losses.cross_entropy import count_labels, cross_entropy
 from distaccum.losses.normalize import Count, WatchedCounts, normalize_loss
+from distaccum.program import MEANS, load
 
 __all__ = [
     "BatchPlan",
@@ -74,6 +76,7 @@ def plan_windows(
     prefetch_windows: int = 1,
     numerics: str = "fast",
     virtual_ranks: int = VIRTUAL_RANKS,
+    verify: str = "first",
 ) -> Callable[[int], Iterator[Window]]:
     """A function from an epoch's number to its windows, each counted over all ranks by one small all-reduce.
 
@@ -90,10 +93,13 @@ def plan_windows(
         prefetch_windows: windows that the loading processes of a ``DataLoader`` have ahead; 0: as torch has it.
         numerics: as the engine's; with ``reproducible`` micro-batches are units, the same on any number of ranks.
         virtual_ranks: the blocks in which a reproducible window is summed; the most ranks.
+        verify: whether :func:`finish_step` judges by the graphs of the losses of the ``first`` window that none is a
+            mean that is given as a sum; or ``never``.
 
     Raises:
         ConfigError: sizes that cannot work.
     """
+    require_choice("verify", verify, ("first", "never"))
     own = Numerics.of(numerics, virtual_ranks)
     given = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "tokens": tokens}
     sizes: dict[str, Any] = {key: None if value is None else whole_number(key, value) for key, value in given.items()}
@@ -103,10 +109,15 @@ def plan_windows(
     loader = as_loader(data, world, **sizes, seed=seed, prefetch_windows=prefetch_windows, arrange=own.plan)
     counter = own.counter(world, count)
 
+    read = [verify == "never"]  # whether the losses' graphs have been
+
     def windows(epoch: int) -> Iterator[Window]:
         for window in loader.windows(epoch, 0, counter):
             if any(window.counts.values()):
-                yield replace(window, counts=WatchedCounts(window.counts))
+                counts = WatchedCounts(window.counts)
+                if not read[0]:
+                    read[0], counts.means = True, load(MEANS)(window)
+                yield replace(window, counts=counts)
 
     return windows
 
@@ -130,6 +141,7 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
     Raises:
         MisuseError: this rank could not compute its gradient, and no rank has stepped; or losses were normalized with
             another factor than the engine's.
+        VerificationError: in the first window, a loss is a mean and was normalized as a sum; on all ranks.
     """
     if window.assignment is not None and not engine.facts.numerics.fixed_order:
         problem = "the window was planned with numerics=reproducible, and the engine is not"
@@ -138,6 +150,8 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         engine.shadow_micro_step()
     elif isinstance(window.counts, WatchedCounts):
         _check_division(window.counts, engine.gradient_divide_factor)
+    if isinstance(window.counts, WatchedCounts) and window.counts.means is not None:
+        window.counts.means.check(engine.world, closing="plan_windows(verify='never') trains without this check")
     output = engine.step()
     _raise_fault(output)
     return output

@@ -34,6 +34,8 @@ class WatchedCounts(dict[str, float]):
         super().__init__(counts)
         self.read = False
         self.factors: set[int] = set()
+        self.means: Any = None
+        """Is told each micro-batch's sums in a loop by hand, in its first window."""
 
     def __getitem__(self, name: str) -> float:
         self.read = True
@@ -196,6 +198,8 @@ def normalize_loss(
     sums = as_loss_sums(loss)
     if isinstance(counts, WatchedCounts):
         counts.factors.add(gradient_divide_factor)
+        if counts.means is not None:
+            counts.means.note(sums)
     if sums.keys() != counts.keys():
         if isinstance(getattr(loss, "loss", None), Tensor):
             refuse_loss(loss)

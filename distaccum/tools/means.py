@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, float32
 
+from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import VerificationError
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
@@ -42,24 +43,33 @@ class _Term:
 
 
 class Means:
-    """The losses of a window's micro-batches, as their graphs tell of them."""
+    """The losses of a window's micro-batches, as their graphs tell of them.
 
-    def __init__(self) -> None:
+    Args:
+        window: has not begun.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._counts = [micro.counts for micro in window.micro_batches]
         self._noted: list[list[tuple[str, float, Sequence[_Term]]]] = []  # name, count and terms of each loss
 
-    def note(self, losses: LossSum, counts: Any) -> None:
+    def note(self, losses: LossSum, counts: Any = None) -> None:
         """Notes what the next micro-batch gives as its sums, before its backward; may wait for the device.
 
         Args:
             losses: a 0-dim tensor, or one for each of several losses, by name.
-            counts: of the micro-batch: a number, a 0-dim tensor, or numbers by name.
+            counts: of the micro-batch, where the window does not know them: a number, a 0-dim tensor, or numbers by
+                name.
         """
+        counts = next(iter(self._counts[len(self._noted) :][:1]), {}) or counts
         by_name = counts if isinstance(counts, Mapping) else {SINGLE: counts}
         known = {name: loss for name, loss in as_loss_sums(losses).items() if by_name.get(name)}
         self._noted.append([(name, float(by_name[name]), _terms(loss.grad_fn)) for name, loss in known.items()])
 
-    def check(self, world: World) -> None:
+    def check(self, world: World, *, closing: str = CLOSING) -> None:
         """Judges what all ranks have noted; a collective.
+
+        Nothing is known of a micro-batch whose losses are noted one by one.
 
         Raises:
             VerificationError: a loss is a mean and was given as a sum, its mean is over another count, or it is divided
@@ -67,7 +77,7 @@ class Means:
         """
         steps, own, shares = len(self._noted), list[str](), list[tuple[str, float, str]]()
         parts = {"micro-batches": steps, "ranks": world.size, "micro-batches on all ranks": steps * world.size}
-        for i, losses in enumerate(self._noted):
+        for i, losses in enumerate(self._noted if steps == len(self._counts) else []):
             for name, count, terms in losses:
                 where = f"the loss {name!r} of micro-batch {i} on rank {world.rank} "
                 problem = _forgotten(terms, count) or _factored(terms, count, parts)
@@ -76,7 +86,7 @@ class Means:
         told = world.all_gather_object((own[:1], shares))
         problems = [one for each, _ in told for one in each] or _miscounted([one for _, each in told for one in each])
         if problems:
-            raise VerificationError(f"{problems[0]}. {CLOSING}")
+            raise VerificationError(f"{problems[0]}. {closing}")
 
 
 def _terms(root: Any) -> Sequence[_Term]:

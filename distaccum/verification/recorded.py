@@ -41,8 +41,7 @@ class RecordedWindow:
         """The loss scale of the whole window: 0-dim, on the device; None without a loss scaler."""
         self.batches = [micro.batch for micro in window.micro_batches]
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
-        self._counts = [micro.counts for micro in window.micro_batches]
-        self.means = load(MEANS)()
+        self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
         self._engine = engine
 
@@ -65,9 +64,8 @@ class RecordedWindow:
 
     def begin(self, window: Window) -> None:
         """The window is run from here on, perhaps once more and in smaller micro-batches."""
-        self.states, self.totals, self.means = [], [], load(MEANS)()
+        self.states, self.totals, self.means = [], [], load(MEANS)(window)
         self.batches = [micro.batch for micro in window.micro_batches]
-        self._counts = [micro.counts for micro in window.micro_batches]
 
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with."""
@@ -82,7 +80,7 @@ class RecordedWindow:
     def note(self, total: LossSum, counts: Any = None) -> None:
         """Notes a micro-batch's losses, and its counts where the window does not know them."""
         if not isinstance(self.loss, InOrder):
-            self.means.note(total, self._counts[len(self.totals)] or counts)
+            self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, World
 from distaccum.errors import VerificationError
-from distaccum.functional import from_mean
+from distaccum.functional import create_engine, finish_step, from_mean, normalize_loss, plan_windows
 
 SAMPLES, LENGTH, CLASSES, MICRO_BATCHES = 6, 5, 3, 4  # of a micro-batch; the second is the labels' of a sample
 WEIGHT = torch.tensor([0.2, 1.0, 3.0])
@@ -235,3 +236,20 @@ def test_a_loss_function_is_refused_alike(gloo_world: World, name: str) -> None:
     with pytest.raises(VerificationError, match=WRONG[name][1]):
         acc.step(window, loss)
     assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize(("name", "verify"), [("forgotten, of samples", "first"), ("forgotten, of samples", "never")])
+def test_a_loop_by_hand_is_refused_alike(gloo_world: World, name: str, verify: str) -> None:
+    program, said = WRONG[name]
+    torch.manual_seed(0)
+    model, sizes = nn.Linear(4, CLASSES), {"global_batch_size": SAMPLES * MICRO_BATCHES, "micro_batch_size": SAMPLES}
+    engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
+    windows = plan_windows(loader(), gloo_world, count=OfFunction(program).count, verify=verify, **sizes)
+    before, window = model.weight.detach().clone(), next(windows(0))
+    for i, (inputs, labels) in enumerate(micro.batch for micro in window.micro_batches):
+        with engine.micro_step(sync=i == MICRO_BATCHES - 1):
+            loss = program(Forward(engine.model(inputs), labels, model.weight))[0]
+            engine.backward(normalize_loss(loss, window.counts, engine.gradient_divide_factor))
+    with pytest.raises(VerificationError, match=said) if verify == "first" else nullcontext():
+        finish_step(engine, window)
+    assert torch.equal(before, model.weight) == (verify == "first")
