@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock files.
-# requirements.lock is what the main job needs; with development=yes, requirements-dev.lock comes on top.
+# requirements.lock is what the main job needs; with development=yes, requirements-dev.lock comes on top, and with the
+# word engine=deepspeed among the arguments DeepSpeed.
 # PYTHON names the interpreter to make it from (3.11 or later). Sets $root and $python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -29,4 +30,9 @@ fi
 if outdated pyproject.toml; then
     install --no-deps -e "$root"
     remember pyproject.toml
+fi
+has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
+if [[ " $* " == *" engine=deepspeed "* ]] && ! has deepspeed; then
+    echo "Adding DeepSpeed to $root/.venv (once) ..." >&2
+    install -c "$root/requirements-dev.lock" -e "$root[deepspeed]"
 fi

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -82,6 +84,29 @@ def test_the_development_lock_adds_every_extra() -> None:
         PROJECT["dependencies"] + _own(*PROJECT["optional-dependencies"])
     )
     assert "-c requirements.lock" in (ROOT / "requirements-dev.lock").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("argument", "installed"), [("engine=deepspeed", 1), ("engine=ddp", 0), ("+x=engine=deepspeed2", 0)]
+)
+def test_deepspeed_is_installed_once_where_a_run_names_it(argument: str, installed: int, tmp_path: Path) -> None:
+    """With a python that notes what it is asked to do."""
+    kept = [tmp_path / ".venv" / "installed", tmp_path / ".venv" / "bin", tmp_path / "launch"]
+    for folder in kept:
+        folder.mkdir(parents=True)
+    for name in ("requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, kept[0])
+    shutil.copy(ROOT / "launch" / "setup.sh", kept[2])
+    python = kept[1] / "python"
+    look = '[ "$1" != -c ] || exec test -e "$0.has"'
+    python.write_text(f'#!/bin/bash\n{look}\ntouch "$0.has"\necho "$@" >> "$0.log"\n')
+    python.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(["/bin/bash", "-c", f"set -eu; source {kept[2] / 'setup.sh'}", "train.sh", argument], check=True)
+    log = kept[1] / "python.log"
+    asked = log.read_text().splitlines() if log.exists() else []
+    assert [f"-e {tmp_path}[deepspeed]" in line for line in asked] == [True] * installed
 
 
 def test_a_missing_extra_is_answered_with_the_line_that_installs_it(
