@@ -15,24 +15,11 @@ import pytest
 from distaccum.distributed.watchdog import DIED, trouble_of
 from distaccum.tools.stragglers import WINDOWS
 from tests.support import commands
-from tests.support.commands import ROOT, environment, family, metrics, status
+from tests.support.commands import GOES_WRONG, ROOT, environment, family, metrics, status
 
 pytestmark = pytest.mark.slow
 LOCAL = ROOT / "launch" / "local.py"
-SETTINGS = (
-    "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.faulty_datasets.GoesWrong",
-    "batch.global_size=4",
-    "batch.micro_size=1",
-    "trainer.eval_every=0",
-    "trainer.log_every=1",
-    "metrics=jsonl",
-    "checkpoint.every=2",
-    "resume=auto",
-)
+SETTINGS = (*GOES_WRONG, "model=cnn", "trainer.eval_every=0", "checkpoint.every=2", "resume=auto")
 ENDLESS = (*SETTINGS, "trainer.max_steps=1000000", "checkpoint.every=100000", "+data.how=none")
 AFTER_FAILURE_S = 30  # what torchrun gives the others when a worker has failed
 

@@ -9,22 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, run, status
+from tests.support.commands import GOES_WRONG, ROOT, run, status
 
 pytestmark = pytest.mark.slow
-SETTINGS = (
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.faulty_datasets.GoesWrong",
-    "batch.global_size=4",
-    "batch.micro_size=1",
-    "trainer.eval_every=0",
-    "trainer.log_every=1",
-    "trainer.max_steps=60",
-    "metrics=jsonl",
-    "checkpoint.every=2",
-)
+SETTINGS = (*GOES_WRONG, "trainer.eval_every=0", "trainer.max_steps=60", "checkpoint.every=2")
 ON_A_SCREEN = 25
 SOON_S = 45  # with the imports; a rank that waited for the others' collectives would take 30 minutes
 

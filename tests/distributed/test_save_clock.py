@@ -7,22 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, metrics, succeed
+from tests.support.commands import GOES_WRONG, ROOT, metrics, succeed
 
-SETTINGS = (
-    "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.faulty_datasets.GoesWrong",
-    "+data.how=slow",
-    "batch.global_size=4",
-    "batch.micro_size=1",
-    "trainer.max_steps=24",
-    "trainer.log_every=1",
-    "checkpoint.keep=0",
-    "metrics=jsonl",
-)
+SETTINGS = (*GOES_WRONG, "model=cnn", "+data.how=slow", "trainer.max_steps=24", "checkpoint.keep=0")
 EXACT = ("step", "window", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 
 

@@ -24,6 +24,16 @@ TINY = (  # a model and a text so small that a window takes milliseconds
     "model.n_embd=16",
     "schedule.warmup_steps=2",
 )
+GOES_WRONG = (  # data that fail at a sample, or wait, as data.how says
+    "~data.seq_len",
+    "~data.held_out",
+    "~data.vocab_size",
+    "data._target_=tests.support.faulty_datasets.GoesWrong",
+    "batch.global_size=4",
+    "batch.micro_size=1",
+    "trainer.log_every=1",
+    "metrics=jsonl",
+)
 QUIET = ("trainer.eval_every=0", "checkpoint.every=0", "metrics=jsonl", "trainer.log_every=1")
 
 
