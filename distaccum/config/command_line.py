@@ -12,6 +12,7 @@ from distaccum.config.precision import ALIASES
 from distaccum.config.schema import as_typed
 from distaccum.errors import ConfigError
 
+_MAPPING = re.compile(r"(?!hydra\b)[A-Za-z_][\w.]*=\{")
 _NUMBER = re.compile(r"(?<=[=,])(\d+)(?=,|$)")
 
 
@@ -32,11 +33,15 @@ def register_aliases(arguments: Sequence[str]) -> list[str]:
     Hydra resolves it: however it is quoted or swept over, and in the defaults list of a user's own file as well.
 
     Returns:
-        The arguments, with quotes around a choice that Hydra would read as a number (``precision=32``).
+        The arguments, with quotes around a choice that Hydra would read as a number (``precision=32``), and with keys
+        that Hydra adds to a mapping (``model.options={num_labels: 3}``); those of a setting are checked by its schema.
     """
     for alias, name in ALIASES.items():
         ConfigStore.instance().store(group="precision", name=alias, node={"defaults": [name]})
-    return [_NUMBER.sub(r"'\1'", argument) if argument.startswith("precision=") else argument for argument in arguments]
+    given = [
+        _NUMBER.sub(r"'\1'", argument) if argument.startswith("precision=") else argument for argument in arguments
+    ]
+    return [f"++{argument}" if _MAPPING.match(argument) else argument for argument in given]
 
 
 def check_overrides(overrides: Any, engine: str) -> None:

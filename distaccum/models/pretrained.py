@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from distaccum.errors import ConfigError, near_misses, shorten
+from distaccum.program import HUB, load
 
 TASKS = {  # the class of transformers, and PEFT's name
     "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
@@ -147,9 +149,16 @@ def _adapted(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
 def _configuration(transformers: ModuleType, name: str, options: dict[str, Any], *, from_config: bool) -> Any:
     auto = transformers.AutoConfig
     make = auto.for_model if from_config and _is_type(transformers, name) else auto.from_pretrained
+    fetched = load(HUB)
     try:
-        config = make(name)
-        return make(name, **_checked(options, config)) if options else config
+        if make is auto.for_model:
+            config = make(name)
+            return make(name, **_checked(options, config)) if options else config
+        config = fetched("model.name", name, partial(make, name))
+        checked = _checked(options, config)
+        return fetched("model.name", name, partial(make, name, **checked)) if options else config
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         remedy = "Name a model of the Hugging Face hub, or a folder with config.json"
         raise ConfigError("model.name", name, f"has no configuration ({_first(error)})", remedy) from error
@@ -172,7 +181,7 @@ def _checked(options: dict[str, Any], config: Any) -> dict[str, Any]:
 
 def _read(transformers: ModuleType, kind: Any, name: str, config: Any, fresh: Sequence[str]) -> Any:
     how = {"use_safetensors": True, "output_loading_info": True, **_dtype(transformers)}
-    model, found = kind.from_pretrained(name, config=config, **how)
+    model, found = load(HUB)("model.name", name, partial(kind.from_pretrained, name, config=config, **how))
     missing = sorted(found["missing_keys"])
     for glob in fresh:
         if not any(fnmatchcase(key, glob) for key in missing):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from distaccum.config.extras import install_command
 from distaccum.errors import ConfigError
+from distaccum.program import HUB, load
 
 _PAD, _BEGIN, _END = "[PAD]", "[CLS]", "[SEP]"
 _BYTES, _NO_UTF8 = 256, 0xFF
@@ -66,7 +68,9 @@ def load_tokenizer(name: str) -> Any:
     """
     transformers = _import_transformers()
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
+        return load(HUB)("data.tokenizer", name, partial(transformers.AutoTokenizer.from_pretrained, name))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         remedy = "Name a model of the Hugging Face hub, or a folder with a saved tokenizer"
         raise ConfigError("data.tokenizer", name, f"cannot be loaded ({error})", remedy) from error

@@ -185,6 +185,7 @@ def test_an_alias_of_a_precision_composes_the_file_of_that_name(
 
 def test_a_number_in_a_sweep_is_quoted_and_nothing_else_changes() -> None:
     given = ["-m", "precision=32,bf16,32", "precision='32'", "batch.global_size=32", "precision=16-mixed"]
+    assert register_aliases(["model.options={num_labels: 3}"]) == ["++model.options={num_labels: 3}"]
     expected = ["-m", "precision='32',bf16,'32'", "precision='32'", "batch.global_size=32", "precision=16-mixed"]
     assert register_aliases(given) == expected
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 
 from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.labelled import prompts
-from distaccum.data.datasets.tokenizer import train_tokenizer
+from distaccum.data.datasets.tokenizer import load_tokenizer, train_tokenizer
 from distaccum.errors import ConfigError
 from distaccum.models.pretrained import pretrained
+from distaccum.tools.hub import fetched
 from distaccum.train.components import components_from_config
 from tests.support.optional import Library
 
@@ -90,6 +93,19 @@ def test_a_head_that_the_folder_lacks_is_refused_until_it_is_named(folder: Path)
 def test_what_cannot_be_is_refused_by_name(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         pretrained(**{"name": str(folder), **settings})
+
+
+@pytest.mark.parametrize(("key", "load"), [("model.name", pretrained), ("data.tokenizer", load_tokenizer)])
+def test_a_hub_out_of_reach_is_one_message(key: str, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=f"^{key}=no-one/such: no folder, not in the cache, and the hub cannot be"):
+        load(name="no-one/such")
+
+
+def test_what_the_cache_has_needs_no_hub() -> None:
+    assert fetched("model.name", "no-one/such", dict) == {"local_files_only": True}
 
 
 def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
