@@ -121,8 +121,9 @@ class LossSums:
             self._sums[name] = part.detach().clone() if before is None else before + part.detach()
         if self._assignment is not None or not self._logged:
             self._logged.append({})
-        for name, pair in logged_sums(loss, self._device).items():
-            self._logged[-1][name] = self._logged[-1].get(name, 0.0) + pair
+        if isinstance(loss, tuple):
+            for name, pair in logged_sums(loss, self._device).items():
+                self._logged[-1][name] = self._logged[-1].get(name, 0.0) + pair
         if self._assignment is not None:
             self._by_unit.append({name: part.detach().double() for name, part in as_loss_sums(loss).items()})
 

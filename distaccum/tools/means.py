@@ -91,7 +91,7 @@ class Means:
 
 def _terms(root: Any) -> Sequence[_Term]:
     """What a loss is the sum of; empty where nobody knows."""
-    with suppress(AttributeError, IndexError, TypeError):  # torch promises nothing of its nodes
+    with suppress(Exception):  # torch promises nothing of its nodes, and a number may be complex, or hidden by a mode
         return _unsmoothed(_read(root))
     return []
 
