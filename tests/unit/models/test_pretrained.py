@@ -102,10 +102,7 @@ def test_a_hub_out_of_reach_is_one_message(key: str, load: Callable[..., Any], m
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=f"^{key}=no-one/such: no folder, not in the cache, and the hub cannot be"):
         load(name="no-one/such")
-
-
-def test_what_the_cache_has_needs_no_hub() -> None:
-    assert fetched("model.name", "no-one/such", dict) == {"local_files_only": True}
+    assert fetched(key, "no-one/such", dict) == {"local_files_only": True}  # as of what the cache has
 
 
 def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
