@@ -27,13 +27,14 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts
 from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import is_meta, is_sharded
-from distaccum.errors import CheckpointError, MisuseError
+from distaccum.errors import CheckpointError, MisuseError, PeerError
 from distaccum.losses.base import AnyLoss, is_window_loss
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import FP32
 from distaccum.train import ema
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation, undisturbed
+from distaccum.train.failure import reason_of
 
 Function = Callable[[nn.Module, Any], Any]
 """From a model and a batch on the device to what is predicted: tensors of a row a sample."""
@@ -114,6 +115,7 @@ def predict(components: TrainingComponents, world: World, dataset: Any, function
 
     Raises:
         MisuseError: it is no dataset with a length, or has no samples; or what is given has no row for each sample.
+        PeerError: another rank could not predict its samples, and raises why.
     """
     engine, data = AtRest(components.model, components.engine, world), _data(components, dataset)
     held_out = HeldOut(
@@ -127,15 +129,25 @@ def predict(components: TrainingComponents, world: World, dataset: Any, function
     )
     function = function or (lambda model, batch: output_of(components.loss, model, batch))
     own: list[Any] = []
+    error: Exception | None = None
     with engine.at_work(), undisturbed(cast(Engine, engine)):
         batches = held_out.batches(in_lockstep=engine.facts.forward_communicates)
-        for batch, is_own in on_device(batches, engine.device, FEWEST):
-            with engine.autocast():
-                found = function(engine.unwrapped_model, batch)
-            if is_own:
-                rows = held_out.size_of(held_out.numbers[len(own)])
-                own.append(map_tensors(found, partial(_rows, rows), _refuse))
-    dealt = world.all_gather_object(own)
+        try:
+            for batch, is_own in on_device(batches, engine.device, FEWEST):
+                with engine.autocast():
+                    found = function(engine.unwrapped_model, batch)
+                if is_own:
+                    rows = held_out.size_of(held_out.numbers[len(own)])
+                    own.append(map_tensors(found, partial(_rows, rows), _refuse))
+        except Exception as problem:
+            if engine.facts.forward_communicates:  # the other ranks are within a forward
+                raise
+            error = problem
+    told = world.all_gather_object(([] if error else own, error and reason_of(world.rank, error)))
+    reasons = [reason for _, reason in told if reason]
+    if error or reasons:
+        raise error or PeerError(reasons[0], "while this rank predicted")
+    dealt = [of_rank for of_rank, _ in told]
     return _joined([dealt[i % world.size][i // world.size] for i in range(held_out.batches_of_all)])
 
 

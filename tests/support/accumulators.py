@@ -1,13 +1,26 @@
-"""Accumulators of tests that train by plain SGD."""
+"""Accumulators of tests that train by plain SGD, and a loss."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator
+
+
+class Loss:
+    """The summed squares of what the model gives."""
+
+    def count(self, batch: Tensor) -> int:
+        """Samples."""
+        return len(batch)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """See the class."""
+        total: Tensor = (model(batch) - 1).square().sum()
+        return total
 
 
 def over_sgd(model: nn.Module, lr: float, sizes: tuple[int, int], **settings: Any) -> Accumulator:

@@ -9,28 +9,16 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.engines.state import whole_state
+from tests.support.accumulators import Loss
 from tests.support.answers import give
 
 SAMPLES, GLOBAL, MICRO = 48, 24, 2  # shares of 24, 12, 8 and 6 samples: the same micro-batches on 1, 2, 3 and 4 ranks
 DATA: Any = list(torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0)).unbind())
-
-
-class Loss:
-    """The summed squares of what the model gives."""
-
-    def count(self, batch: Tensor) -> int:
-        """Samples."""
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """See the class."""
-        total: Tensor = (model(batch) - 1).square().sum()
-        return total
 
 
 def make(engine: EngineConfig, world: World, seed: int) -> Accumulator:

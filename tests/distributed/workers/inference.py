@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distaccum import CrossEntropy, DataSpec, Trainer, World
+from distaccum.errors import PeerError
 from tests.support.runs import settings
 
 
@@ -53,6 +54,16 @@ def away(one: Trainer, checkpoint: Path) -> float:
     return max(float(part.abs().max()) for part in found)
 
 
+def failing(one: Trainer, world: World) -> str:
+    """What each rank says of a function that fails on the last one, which catches it and predicts on."""
+    last = world.rank == world.size - 1
+    try:
+        one.predict(samples(7), lambda model, batch: 1 / 0 if last else model(batch[0]))
+    except (ZeroDivisionError, PeerError) as error:
+        return "; ".join(world.all_gather_names([f"{type(error).__name__}: {error}"]))
+    return ""
+
+
 def main(path: str, *engines: str) -> None:
     world, results = World.join(), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
@@ -63,6 +74,10 @@ def main(path: str, *engines: str) -> None:
             for steps in (3, 4):  # the second goes on with the first
                 one = trainer(engine, run, steps)
                 one.fit()
+                if name == "zero1":
+                    failed = failing(one, world)
+                    assert "ZeroDivisionError: division by zero" in failed, failed
+                    assert failed.count("PeerError: rank 1: ZeroDivisionError: division by zero (while ") == 1, failed
                 results[name][f"step-{steps}"] = away(one, run / "checkpoints" / f"step-{steps}")
                 best = one.load_best()
                 results[name][f"{best.name} of {steps}"] = away(one, best)

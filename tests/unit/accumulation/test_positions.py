@@ -17,6 +17,7 @@ from distaccum.data.plan.batch import Resize, ResizedPlan
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
+from tests.support.accumulators import Loss
 
 DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(22)]
 
@@ -76,7 +77,7 @@ def test_another_global_batch_takes_every_sample_once(gloo_world: World, kind: s
     seen = []
     for k, window in enumerate(acc.windows(data)):
         seen.append([i for micro in window.plain.micro_batches for i in micro.batch[:, 0].int().tolist()])
-        acc.step(window, _Loss())
+        acc.step(window, Loss())
         if k in (1, 3):
             acc.set_global_batch_size({1: 6, 3: 2}[k])
     assert [len(one) for one in seen] == [4, 4, 6, 6, 2]
@@ -84,15 +85,6 @@ def test_another_global_batch_takes_every_sample_once(gloo_world: World, kind: s
     assert acc.progress.epoch == 1
     assert [len(one) for one in _run(acc, data)] == [2] * 11  # the size stays
     assert sorted(_flat(seen)) == list(range(22))
-
-
-class _Loss:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch) - 1).square().sum()
-        return total
 
 
 @pytest.mark.parametrize("kind", _kinds())

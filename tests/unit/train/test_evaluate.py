@@ -24,6 +24,7 @@ from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, MisuseError, ResourceError
 from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
+from tests.support.accumulators import Loss
 from tests.support.commands import metrics
 from tests.support.runs import settings
 from tests.support.schedule_free import ScheduleFree
@@ -395,15 +396,6 @@ def test_scores_that_do_not_add_up_are_not_evaluated_in_halves(gloo_world: World
 
 DATA: Any = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).unbind())
 SPEC = DataSpec(train=DATA, eval_dataset=DATA[:4], description="in order", shuffle=False)
-
-
-class Loss:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch) - 1).square().sum()
-        return total
 
 
 def _whitened() -> nn.Module:
