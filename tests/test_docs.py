@@ -226,9 +226,11 @@ ELSEWHERE = {
     ),
 }
 START = "distributed/test_guides.py::test_the_commands_of_the_start_print_what_the_page_says"
+RECIPES = "distributed/test_guides.py::test_a_recipe_ends_in_a_file_of_predictions"
 OWN = "distributed/test_guides.py::test_pieces_of_your_own_run_in_python_and_by_name"
 ELSEWHERE |= dict.fromkeys((c for c in _commands_of("docs/index.md") if "runs/" in c), START)
 ELSEWHERE |= dict.fromkeys(_commands_of("docs/bring-your-own.md"), OWN)
+ELSEWHERE |= dict.fromkeys(_commands_of("docs/recipes.md"), RECIPES)
 ELSEWHERE |= {
     on_two: test
     for command, test in ELSEWHERE.items()

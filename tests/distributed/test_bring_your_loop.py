@@ -13,7 +13,7 @@ import torch
 
 from tests.support.commands import ROOT, succeed
 
-PAGE = (ROOT / "docs" / "own-loop.md").read_text()
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "recipes.md"))
 PROGRAMS = ROOT / "launch" / "examples" / "migrate"
 NAMES = ("from_ddp", "from_accelerate", "from_lightning", "from_transformers", "from_deepspeed")
 AT_ONCE = {"from_deepspeed": 2}  # processes, where one needs a launcher
@@ -140,9 +140,9 @@ def test_the_tables_name_what_the_other_frameworks_have() -> None:
     from transformers import TrainingArguments  # noqa: PLC0415
 
     known = set(signature(TrainingArguments).parameters) | set(signature(HuggingFaceTrainer).parameters)
-    assert _theirs("Hugging Face's Trainer") - known == {"TrainingArguments"}
+    assert _theirs("From Hugging Face's Trainer") - known == {"TrainingArguments"}
     known = set(signature(Trainer).parameters) | set(dir(LightningModule))
-    assert _theirs("Lightning") - known == {"EarlyStopping"}
+    assert _theirs("From Lightning") - known == {"EarlyStopping"}
     known = set(signature(Accelerator).parameters) | set(dir(Accelerator))
     plugins = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
     assert _theirs("Accelerate") - known == plugins

@@ -168,7 +168,7 @@ def test_silent_faults_are_refused_by_version() -> None:
     assert refused("0.18.2+cpu", "cuda", reduce_scatter=False) == "reduce_scatter"
     assert not refused("0.19.8", contiguous_gradients=False, reduce_scatter=False)
     assert refused("0.19.8", round_robin_gradients=True) == "round_robin_gradients"
-    for device in ("cpu", "cuda"):  # the rows of docs/versions.md
+    for device in ("cpu", "cuda"):  # the rows of docs/engines.md
         assert refused("0.19.7", device, stage=1, fp16=True) == "stage"
         assert refused("0.19.2", device, stage=3) == "stage"
         assert not refused("0.19.8", device, stage=1, fp16=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from tests.support.commands import ROOT, metrics, run, status
 from tests.test_docs import Block, _tiny, _training, blocks, blocks_of, text_of
@@ -79,7 +80,7 @@ def test_the_commands_of_the_start_print_what_the_page_says(tmp_path: Path) -> N
     printed = _walk(page, tmp_path)
     outputs = {block.number: text for block, text in printed}
     shown = [block for block in blocks(page) if not block.language]
-    assert len(shown) == 4
+    assert len(shown) == 3
     for block in shown:
         lines = outputs[block.number - 1].splitlines()
         shapes = {_shape(line) for line in lines}
@@ -194,6 +195,28 @@ def test_nanogpt_learns_in_a_few_hundred_updates_of_its_own_settings(tmp_path: P
     assert held_out[2] < _by_the_byte_before(folder)
 
 
+RECIPES = {"Images": "images.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_ends_in_a_file_of_predictions(recipe: str, world: int, tmp_path: Path) -> None:
+    """Its program as it stands, and once more, which goes on where it ended; most rows are right."""
+    (program,) = [block.text for block in blocks_of("docs/recipes.md", recipe) if block.language == "python"]
+    script = tmp_path / RECIPES[recipe]
+    script.write_text(program)
+    for _ in range(2):
+        finished = run(script=script, world=world, cwd=tmp_path)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "resuming" in finished.stdout
+    (file,) = tmp_path.glob("*.csv")
+    rows = [line.split(",") for line in file.read_text().splitlines()[1:]]
+    truth = load_digits().target[-len(rows) :]
+    assert [int(row[0]) for row in rows] == [*range(len(truth))]
+    assert sum(int(found) == true for (_, found), true in zip(rows, truth, strict=True)) > 0.9 * len(truth)
+
+
 @pytest.mark.slow
 def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
     page = "docs/bring-your-own.md"
@@ -203,12 +226,11 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text(content)
-    module, in_python, by_name, batches, shards, tokens, pairs, balanced = (text for _, text in _walk(page, tmp_path))
+    module, in_python, by_name, shards, tokens, pairs, balanced = (text for _, text in _walk(page, tmp_path))
     assert module == shards == ""
     assert float(in_python.splitlines()[-1]) < 0.2
     assert "points of a line" in by_name
     assert "eval_loss is below 0.02" in by_name
-    assert "6 updates, 24 samples" in batches  # a sample is a batch here: 12 of them in an epoch
     assert "10 updates, " in tokens
     assert float(pairs.splitlines()[-1]) > 0.5  # of 60 held-out pairs, by chance 0.02
     first, *_, last = map(float, balanced.splitlines())

@@ -1,4 +1,4 @@
-"""Runs a covering set on other versions of torch and DeepSpeed, each in an environment of its own: docs/versions.md.
+"""Runs a covering set on other versions of torch and DeepSpeed, each in an environment of its own: docs/engines.md.
 
 ::
 
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 from tests.support.commands import ROOT, environment
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "versions.py"
-DOCUMENT = ROOT / "docs" / "versions.md"
+DOCUMENT = ROOT / "docs" / "engines.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 CELLS = ("even", "uneven", "resume", "fp16")
 ENGINES = ("ddp", "zero1", "fsdp2 boundary", "fsdp2 every")
@@ -84,22 +85,22 @@ def in_table(cell: str) -> str:
 
 
 def rows_of(text: str) -> dict[Row, Row]:
-    """The table's, by torch, DeepSpeed and engine; a row of the table is that of several engines."""
+    """The table's, by torch, DeepSpeed and engine; a row of the table is that of several of each."""
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("|")]
-    return {(*row[:2], engine): row[3:] for row in cells[2:] for engine in row[2].split(", ")}
+    return {key: row[3:] for row in cells[2:] for key in product(*(names.split(", ") for names in row[:3]))}
 
 
 def written(text: str, rows: dict[Row, Row]) -> str:
-    """The document with this table, by versions; engines of which the same is true have a row together."""
-    together: dict[tuple[str, str, Row], list[str]] = {}
+    """The document with this table, by versions; engines and torches of which the same is true have a row together."""
+    engines: dict[tuple[str, str, Row], list[str]] = {}
     for key in sorted(rows, key=_by_version):
-        together.setdefault((*key[:2], rows[key]), []).append(key[2])
+        engines.setdefault((*key[:2], rows[key]), []).append(key[2])
+    torches: dict[Row, list[str]] = {}
+    for (torch, deepspeed, cells), alike in engines.items():
+        torches.setdefault((deepspeed, ", ".join(alike), *cells), []).append(torch)
     head = ["| torch | DeepSpeed | engine | even | uneven | resume | fp16 |", "|---|---|---|---|---|---|---|"]
-    body = [
-        "| " + " | ".join((torch, deepspeed, ", ".join(engines), *cells)) + " |"
-        for (torch, deepspeed, cells), engines in together.items()
-    ]
+    body = ["| " + " | ".join((", ".join(alike), *row)) + " |" for row, alike in torches.items()]
     return text[: text.index(BEGIN)] + "\n".join([BEGIN, *head, *body, END]) + text[text.index(END) + len(END) :]
 
 

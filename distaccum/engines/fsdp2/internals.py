@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distaccum.errors import ConfigError, MisuseError
 
-OLDEST, NEWEST = "2.8", "2.15"  # the torch versions that docs/versions.md has results of
+OLDEST, NEWEST = "2.8", "2.15"  # the torch versions that docs/engines.md has results of
 # Where torch has no reset_iter_state (before 2.13).
 _OF_STATE = ("_state_ctx", "_comm_ctx", "_modules_to_run_forward", "_training_state")
 _OF_GROUP = ("fsdp_params", "_partial_reduce_output", "_training_state", "_post_forward_indices", "_all_gather_result")
