@@ -6,7 +6,10 @@ import os
 import sys
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 # A run waits for the disk at each of thousands of small files. Whoever is killed leaves to the kernel what was written;
 # only a machine that loses power tells the difference, which ``tests/simulation/disk.py`` stands in for.
 os.fsync = lambda _: None

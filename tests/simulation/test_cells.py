@@ -192,7 +192,7 @@ def test_what_was_found_stays_mended(name: str) -> None:
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 
 
-@settings(max_examples=12, derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
+@settings(max_examples=12, derandomize=True, database=None, print_blob=True, suppress_health_check=QUIET)
 @given(cells)
 def test_runs_are_whole_or_say_what_is_lost(cell: tuple[Plan, list[Attempt]]) -> None:
     simulate(*cell)
@@ -200,7 +200,7 @@ def test_runs_are_whole_or_say_what_is_lost(cell: tuple[Plan, list[Attempt]]) ->
 
 @pytest.mark.heavy
 @seed(14)
-@settings(max_examples=150, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
+@settings(max_examples=150, database=None, print_blob=True, suppress_health_check=QUIET)
 @given(cells)
 def test_a_hundred_more(cell: tuple[Plan, list[Attempt]]) -> None:
     simulate(*cell)
@@ -212,7 +212,7 @@ def test_thousands_of_cells() -> None:
     counts: Counter[str] = Counter()
 
     @seed(15)
-    @settings(max_examples=3000, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
+    @settings(max_examples=3000, database=None, print_blob=True, suppress_health_check=QUIET)
     @given(cells)
     def run(cell: tuple[Plan, list[Attempt]]) -> None:
         ended = simulate(*cell)

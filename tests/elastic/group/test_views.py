@@ -118,7 +118,7 @@ def test_without_reports_all_blocks_are_dealt(blocks: int) -> None:
 _NODES = st.lists(st.tuples(st.integers(-1, 12), st.integers(-1, 12)), max_size=5).map(tuple)
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(-1, 3), _NODES), min_size=1, max_size=6), st.integers(1, 12))
 def test_each_block_is_in_one_share(told: list[tuple[int, tuple[Node, ...]]], blocks: int) -> None:
     reports = {str(i): Report(member=str(i), position=position, held=held) for i, (position, held) in enumerate(told)}

@@ -23,7 +23,7 @@ NORMS = st.lists(st.floats(0.0, 2.0**20, width=32), min_size=1, max_size=60)
 
 
 @given(NORMS, st.integers(2, 12), st.floats(0.5, 10.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_rule(norms: list[float], window: int, zscore: float) -> None:
     spikes, kept = Spikes(zscore=zscore, window=window, skips=True), list[float]()
     for norm in norms:

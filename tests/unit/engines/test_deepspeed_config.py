@@ -617,7 +617,7 @@ def _files(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(_files())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_round_trip(file: dict[str, Any]) -> None:
     config = from_deepspeed_json(file, world_size=RANKS)
     assert _lies_in(file, _back(config))
