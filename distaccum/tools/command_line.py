@@ -218,10 +218,10 @@ def _refuse_taking_out(argument: str) -> None:
     if not found:
         return
     is_group = not rest and (conf_dir() / group).is_dir()
-    default = "its defaults" if isinstance(found[0], dict) else f"its default, {found[0]}"
+    default = "its defaults" if isinstance(found[0], dict) else f"its default, {found[0]},"
     choices = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
     remedy = f"Choose one of {group}={'|'.join(choices)}" if is_group else f"Write {key}=null where that turns it off"
-    raise ConfigError(f"~{key}", value or None, f"takes the setting out, and {default}, would count", remedy)
+    raise ConfigError(f"~{key}", value or None, f"takes the setting out, and {default} would count", remedy)
 
 
 def _value_of(node: Any, key: str) -> Any:

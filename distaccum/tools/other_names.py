@@ -37,9 +37,9 @@ precision=fp16: fp16 amp half use_amp
 precision=tf32: tf32
 precision={}: mixed_precision dtype torch_dtype
 compile=model: torch_compile compile_model
-engine.activation_checkpoint, on engine=fsdp2: gradient_checkpointing
+engine.activation_checkpoint=blocks: gradient_checkpointing
 engine={}: strategy backend distributed_backend
-engine=deepspeed: deepspeed
+engine=deepspeed engine.json={}: deepspeed deepspeed_config
 engine=fsdp2: fsdp
 data={}: dataset dataset_name
 data.path={}: data_path data_dir train_file

@@ -83,8 +83,8 @@ def test_a_flag_that_names_a_setting_is_that_setting(given: list[str], settings:
         (["~optim.clip_norm"], "~optim.clip_norm: takes the setting out, and its default, 1.0, would count. Write "),
         (["~trainer.max_steps=auto"], "~trainer.max_steps=auto: takes the setting out, and its default, auto, would"),
         (["~engine.stage"], "~engine.stage: takes the setting out, and its default, "),
-        (["~schedule"], "~schedule: takes the setting out, and its defaults, would count. Choose one of schedule=con"),
-        (["~metrics.wandb"], "~metrics.wandb: takes the setting out, and its defaults, would count"),
+        (["~schedule"], "~schedule: takes the setting out, and its defaults would count. Choose one of schedule=con"),
+        (["~metrics.wandb"], "~metrics.wandb: takes the setting out, and its defaults would count"),
     ],
 )
 def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: str) -> None:
