@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.modules import is_sharded, shard_like, to_local
-from distaccum.engines.rules import differs_on_shards
+from distaccum.engines.rules import differs_on_shards, trial_copy
 from distaccum.errors import ConfigError, MisuseError, shorten
 
 # Hooks on parameters: ``fully_shard`` makes new parameters, and leaves the hooks on the ones that it drops.
@@ -158,10 +156,11 @@ def _try(optimizer: Optimizer, world: World) -> str:
 
     A rule may turn tall matrices round, and a rank may have an empty shard.
     """
-    trial: Any = copy(optimizer)
-    trial.state, trial.param_groups = defaultdict(dict), [dict(group) for group in optimizer.param_groups]
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    for group in trial.param_groups:
+    groups = [dict(group) for group in optimizer.param_groups]
+    trial = trial_copy(optimizer, groups)
+    if trial is None:
+        return ""
+    for group in groups:
         kinds = {p.shape: p for p in reversed(group["params"]) if p.requires_grad}
         group["params"] = [nn.Parameter(torch.zeros_like(p)) for p in kinds.values()]
         for zero in group["params"]:

@@ -90,19 +90,36 @@ class KeepsWhole(Rule):
         return 1.0
 
 
+class CountsBesideItsState(Rule):
+    """Keeps a clock and a list of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.clock, self.seen = torch.zeros(()), list[int]()
+
+    def factor(self, p: Any) -> Any:
+        self.clock += 1
+        self.seen.append(p.ndim)
+        return 1.0
+
+
 def _wrapped(kind: Any) -> list[Any]:
     def run(world: World) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
-        create_engine(model, kind(model.parameters()), world, engine=engine_config("fsdp2"))
+        optimizer = kind(model.parameters())
+        create_engine(model, optimizer, world, engine=engine_config("fsdp2"))
+        if isinstance(optimizer, CountsBesideItsState):
+            assert (optimizer.clock, optimizer.seen) == (0, [])  # as before it was tried
         return "accepted"
 
     return run_ranks(2, run)
 
 
-@pytest.mark.parametrize(
-    "kind", [Rule, Lars, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad, KeepsWhole]
-)
+TORCHS = torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax, torch.optim.Adagrad
+
+
+@pytest.mark.parametrize("kind", [Rule, Lars, KeepsWhole, CountsBesideItsState, *TORCHS])
 def test_what_works_on_shards_is_accepted(kind: Any) -> None:
     assert _wrapped(kind) == ["accepted"] * 2
 
