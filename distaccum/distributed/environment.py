@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
@@ -19,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, though 
 )
 from torch.distributed.rendezvous import rendezvous
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, PeerError
 
 # A key prefix unique to one (re)start of the ranks, so that a restart never reads old keys.
 #
@@ -87,6 +89,7 @@ class LaunchEnvironment:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1  # ranks on this machine; 1 where the launcher does not say
+    machine: str = ""  # the same for all ranks on it
     launched: bool = False  # by torchrun or the like; otherwise this process is a world of one
     planned: bool = False  # the ranks are not started: one process checks a configuration for them
 
@@ -118,6 +121,7 @@ class LaunchEnvironment:
             size=numbers["WORLD_SIZE"],
             local_rank=numbers["LOCAL_RANK"],
             local_size=int(there) if there.isdecimal() else 1,
+            machine=environment.get("GROUP_RANK", socket.gethostname()),
             launched=True,
         )
 
@@ -166,6 +170,39 @@ class LaunchEnvironment:
         store: Store
         store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
         return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
+
+
+REJECTED = "rejected"
+"""What a store holds once a rank cannot go on, so that no other waits for it."""
+_LONGEST_POLL_S = 0.5
+
+
+@contextmanager
+def main_first(ranks: LaunchEnvironment, store: Store) -> Iterator[None]:
+    """Runs the block on one rank of each machine, and then on its others, which find what the first has cached.
+
+    They wait as long as it takes, and in no collective. Where the launcher does not say who shares a machine, rank 0 is
+    the first of all.
+
+    Raises:
+        PeerError: on the others, where the block failed on the first, or a rank cannot go on.
+    """
+    turn = store.add(f"main_first/{ranks.rank}", 1)
+    key, poll_s = f"main_first/{ranks.machine}/{turn}", _POLL_S
+    if (ranks.local_rank if ranks.launched else ranks.rank) == 0:
+        try:
+            yield
+        except BaseException as error:
+            store.set(key, f"rank {ranks.rank}: {type(error).__name__}: {error}")
+            raise
+        store.set(key, "")
+        return
+    while not (is_there := store.check([key])) and not store.check([REJECTED]):
+        sleep(poll_s)
+        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+    if reason := store.get(key if is_there else REJECTED).decode():
+        raise PeerError(reason, "while this rank waited for what that one prepares")
+    yield
 
 
 def _refuse_tasks(environment: Mapping[str, str]) -> None:

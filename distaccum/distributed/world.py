@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
 from distaccum.distributed.activity import Activity
-from distaccum.distributed.environment import AUTO, GLOO, GROUP_TIMEOUT, LaunchEnvironment, check_backend
+from distaccum.distributed.environment import AUTO, GLOO, GROUP_TIMEOUT, LaunchEnvironment, check_backend, main_first
 from distaccum.errors import ConfigError
 
 # Gloo's threads release the last collective's tensors shortly after it returns. If the interpreter is ending by then,
@@ -141,6 +141,20 @@ class World:
         box: list[str] = [text]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"), group=self.host_group)
         return box[0]
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Runs the block on one rank of each machine, and then on its others: ``with world.main_first(): ...``.
+
+        For what is downloaded, tokenized or extracted once, and found in a cache by the others. They wait as long as it
+        takes, whatever the process group's timeout is. All ranks call it.
+
+        Raises:
+            PeerError: on the others, where the block has failed on the first.
+        """
+        own = dist.distributed_c10d._get_default_store()  # a user's group says in no other way where its ranks meet
+        with main_first(LaunchEnvironment.current(), self.store or own):
+            yield
 
     def barrier(self) -> None:
         """Blocks the host until every rank has called it; does not wait for work on a device."""

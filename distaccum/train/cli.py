@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from hashlib import sha256
@@ -37,14 +37,14 @@ from distaccum.config.command_line import (
 )
 from distaccum.config.schema import RunConfig, as_typed, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
-from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.environment import LaunchEnvironment, main_first
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
 from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
 from distaccum.precision.selection import describe
 from distaccum.program import FLAGS, SAID_BY_HYDRA, SUBMITIT, load, outlive_output
-from distaccum.train.components import TrainingComponents, components_from_config
+from distaccum.train.components import First, TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
 from distaccum.train.metrics.background import is_left_behind
@@ -162,8 +162,11 @@ def _run_job(
             with open_world(environment, coordinator.store_for(job), device, timeout, backend=backend) as world:
                 yield world
 
+        # Ranks that come and go have no turns in which they all take part.
+        store = coordinator.store_for(job)
+        first = nullcontext if launch.ranks_change else partial(main_first, environment, store)
         start = Start(
-            make_components=partial(_make_components, job, environment, builder=launch.engines),
+            make_components=partial(_make_components, job, environment, builder=launch.engines, first=first),
             run_dir=run_dir,
             launch=launch,
             began=monotonic(),
@@ -179,12 +182,12 @@ def _run_job(
 
 
 def _make_components(
-    job: Job, environment: LaunchEnvironment, *, builder: EngineBuilder | None = None
+    job: Job, environment: LaunchEnvironment, *, builder: EngineBuilder | None = None, first: First = nullcontext
 ) -> TrainingComponents:
     config = RunConfig.from_dict(job.config)
     device = environment.device(config.trainer.backend, key="trainer.backend")
     return components_from_config(
-        config, world_size=environment.size, device=device, planned=environment.planned, builder=builder
+        config, world_size=environment.size, device=device, planned=environment.planned, builder=builder, first=first
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,7 @@ from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers
 from distaccum.train.schedules import Constant
 
 _log = logging.getLogger(__name__)
+First = Callable[[], AbstractContextManager[None]]
 _FINE_TUNING = 3e-4  # Adam's highest usual rate where weights are pretrained
 
 
@@ -122,6 +123,7 @@ def components_from_config(
     device: torch.device,
     planned: bool = False,
     builder: EngineBuilder | None = None,
+    first: First = nullcontext,
 ) -> TrainingComponents:
     """Builds every component that the configuration names.
 
@@ -131,18 +133,26 @@ def components_from_config(
         device: of this rank.
         planned: True where the processes are not launched yet.
         builder: makes the engine in the factory's place.
+        first: a context in which one rank of a machine runs before its others: what it caches, they find.
 
     Raises:
         ConfigError: something cannot be built on this machine.
     """
-    data = build_data(config.data)
+    with first() if _fills_caches(config.data) else nullcontext():
+        data = build_data(config.data)
     torch.manual_seed(config.seed)
-    with torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext():
+    on_meta = torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext()
+    with on_meta, first() if _fills_caches(config.model) else nullcontext():
         model = build("model", config.model)
     loss = build("loss", config.loss)
     return build_components(
         config, data, model, loss, world_size=world_size, device=device, planned=planned, builder=builder
     )
+
+
+def _fills_caches(node: Node) -> bool:
+    """Whether what is built may download or prepare: a user's own may, and what names a model of the hub."""
+    return not str(node.get("_target_")).startswith("distaccum.") or bool({"name", "tokenizer"} & node.keys())
 
 
 def build_components(

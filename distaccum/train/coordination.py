@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
-from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.distributed.environment import REJECTED, LaunchEnvironment
 from distaccum.distributed.watchdog import trouble_of
 from distaccum.errors import DistaccumError, PeerError, shorten
 
@@ -107,6 +107,8 @@ class JobCoordinator:
             PeerError: a rank has not come in time.
         """
         store, rank = self.store_for(job), self._environment.rank
+        if rejection is not None:
+            store.set(REJECTED, rejection)
         store.set(f"verdict/{rank}", json.dumps(rejection))
         if rank == 0:
             verdicts = {other: f"verdict/{other}" for other in range(self._environment.size)}

@@ -200,7 +200,7 @@ def run(start: Start) -> RunResult:
                 start.beginning = _begin(start.components, run_dir, start.saved)
                 if start.components.config.metrics.report:
                     start.owning.enter_context(load(REPORT)(run_dir))
-        except ConfigError as error:
+        except (ConfigError, PeerError) as error:  # of a peer that was to prepare something first
             start.agree(str(error))
             raise
         except BaseException as error:

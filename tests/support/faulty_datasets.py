@@ -90,6 +90,19 @@ class GoesWrong:
         return torch.full((1, 8, 8), index / 64), torch.tensor(index % 10)
 
 
+def prepared(folder: str, fails: str = "") -> GoesWrong:
+    """Data that are prepared once, as a ``map`` with a cache does: who finds none makes it, or fails on rank 0."""
+    cache = Path(folder, "cache")
+    if fails and os.environ["RANK"] == "0":
+        raise OSError(fails)
+    if not cache.exists():
+        with Path(folder, "made").open("a") as file:
+            file.write(os.environ["RANK"])
+        time.sleep(0.5)
+        cache.touch()
+    return GoesWrong("none")
+
+
 class Raises(Callback):
     """An error of one rank alone, between two windows."""
 

@@ -18,10 +18,10 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from distaccum.distributed import environment
 from distaccum.distributed import world as world_module
-from distaccum.distributed.environment import LaunchEnvironment, private_store
+from distaccum.distributed.environment import REJECTED, LaunchEnvironment, main_first, private_store
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, PeerError
 from distaccum.testing import single_process_world
 from tests.support.threads import run_ranks
 
@@ -210,3 +210,44 @@ def test_a_gpus_generator_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     RNGState.from_json(json.loads(json.dumps(values)), device).restore()
     RNGState.capture(device).restore()
     assert written == [(list(range(16)), device)] * 2
+
+
+def test_one_rank_of_each_machine_is_first() -> None:
+    """Two machines of two ranks; the store gives up waiting at once, and nobody waits in it."""
+    store, done = HashStore(), list[tuple[int, int]]()
+    store.set_timeout(timedelta(milliseconds=10))
+
+    def prepare(rank: int) -> list[str]:
+        ranks = LaunchEnvironment(rank=rank, size=4, local_rank=rank % 2, machine=f"{rank // 2}", launched=True)
+        said = []
+        for turn in range(3):
+            try:
+                with main_first(ranks, store):
+                    if ranks.local_rank == 0:
+                        sleep(0.05)
+                    done.append((turn, rank // ((rank, turn) != (2, 1))))
+            except (ZeroDivisionError, PeerError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    with ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(prepare, range(4)))
+    assert said[:2] == [[], []]
+    assert said[2] == ["ZeroDivisionError: integer division or modulo by zero"]
+    assert said[3][0].startswith(
+        "PeerError: rank 2: ZeroDivisionError: integer division or modulo by zero (while this rank waited for"
+    )
+    assert len(said[3]) == 1
+    assert sorted(done) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+    seconds = [(turn, rank) for turn, rank in done if rank % 2]
+    assert all(done.index((turn, rank - 1)) < done.index((turn, rank)) for turn, rank in seconds)
+
+
+def test_nobody_waits_for_a_rank_that_cannot_go_on() -> None:
+    store = HashStore()
+    store.set(REJECTED, "data.path=none: no such file")
+    second = LaunchEnvironment(rank=1, size=2, local_rank=1, launched=True)
+    with pytest.raises(PeerError, match=r"data\.path=none"), main_first(second, store):
+        raise AssertionError
+    with single_process_world() as world, world.main_first():
+        pass
