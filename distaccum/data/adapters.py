@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, islice
-from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
-from distaccum.errors import ConfigError, DataWarning, shorten
+from distaccum.errors import ConfigError, shorten
 
 _MOST_NESTED = 1000  # of a container's values that are looked at
 
@@ -58,6 +62,7 @@ def _completed(spec: DataSpec, world_size: int | None) -> DataSpec:
         description=spec.description or found.description,
         collate=spec.collate or found.collate,
         shuffle=spec.shuffle and found.shuffle,
+        weights=found.weights if spec.weights is None else spec.weights,
         micro_batch_size=spec.micro_batch_size or found.micro_batch_size,
         order_seed=spec.order_seed + found.order_seed,
         workers=found.workers if found.workers.num_workers else spec.workers,
@@ -124,7 +129,9 @@ def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
         if loader.batch_size is None:
             remedy = "Say which, as in DataSpec(train=loader, batched=True)"
             raise ConfigError("loader", "batch_size=None", "yields samples, or batches that its dataset makes", remedy)
-        warn_of_workers(loader)
+        from distaccum.program import STREAM_WORKERS, load  # noqa: PLC0415  with streams alone
+
+        load(STREAM_WORKERS)(loader)
         return DataSpec(train=loader, description=_stream_description(loader), micro_batch_size=loader.batch_size)
     batches: Any = loader.batch_sampler
     if batches is None:
@@ -143,6 +150,7 @@ def _spec_of(loader: DataLoader[Any], world_size: int | None) -> DataSpec:
         description=f"{type(loader.dataset).__name__}, {size} samples",
         collate=loader.collate_fn,
         shuffle=_shuffles(batches.sampler, size, world_size),
+        weights=batches.sampler.weights if isinstance(batches.sampler, WeightedRandomSampler) else None,
         micro_batch_size=batches.batch_size,
         order_seed=_seed_of(batches.sampler, loader.generator),
         workers=WorkerOptions(
@@ -175,8 +183,17 @@ def _stream_description(loader: DataLoader[Any]) -> str:
 
 def _shuffles(sampler: Any, size: int, world_size: int | None) -> bool:
     """Whether a sampler that gives every sample once shuffles them."""
-    kinds = (DistributedSampler, RandomSampler, SequentialSampler)
+    kinds = (DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler)
     known = _is_stateful(sampler) or any(_iterates_as(kind, sampler) for kind in kinds)
+    if isinstance(sampler, WeightedRandomSampler):
+        if not sampler.replacement or sampler.num_samples != size:
+            value = f"WeightedRandomSampler(num_samples={sampler.num_samples}, replacement={sampler.replacement})"
+            problem, remedy = (
+                f"an epoch draws {size} of {size} samples, with replacement",
+                "Draw so many, or give a stream",
+            )
+            raise ConfigError("loader", value, problem, remedy)
+        return True
     if not known or getattr(sampler, "replacement", False):
         raise _unplannable(sampler, "draws samples in an order that cannot be planned")
     if isinstance(sampler, DistributedSampler):  # the plan divides the samples in its place, and pads nothing
@@ -199,30 +216,10 @@ def _seed_of(sampler: Any, generator: torch.Generator | None) -> int:
     """What the loader's own seeds add to the run's: the same ones give the same order again, other ones another."""
     if isinstance(sampler, DistributedSampler):
         return int(sampler.seed)
-    shuffles = isinstance(sampler, RandomSampler) or _is_stateful(sampler)
+    shuffles = isinstance(sampler, RandomSampler | WeightedRandomSampler) or _is_stateful(sampler)
     own = None if _is_stateful(sampler) else getattr(sampler, "generator", None)  # torchdata makes one from any seed
     own = own or (generator if shuffles else None)
     return 0 if own is None else int(own.initial_seed())
-
-
-def warn_of_workers(loader: DataLoader[Any]) -> None:
-    """Warns where a stream's class never asks which loading process it is in: each of them would yield all of it.
-
-    What they yield is compared as well, when the first batches are there: a stream that is shuffled differently in each
-    process shows in its code alone.
-    """
-    dataset = loader.dataset
-    packages = {"torch", "datasets", "webdataset", "torchdata", "streaming", "litdata"}  # divide by themselves
-    if loader.num_workers < 2 or loader.worker_init_fn is not None:  # noqa: PLR2004  one worker has it all
-        return
-    if any(_asks_for_its_worker(one) or type(one).__module__.split(".")[0] in packages for one in nested(dataset)):
-        return
-    problem = f"{type(dataset).__name__} does not call torch.utils.data.get_worker_info(): if each of the"
-    effect = (
-        f"{loader.num_workers} workers of its DataLoader yields the whole stream, every sample is trained on as often"
-    )
-    remedy = "Divide it by worker, or use num_workers=1"
-    warnings.warn(f"{problem} {effect}. {remedy}", DataWarning, stacklevel=2)
 
 
 def nested(dataset: Any) -> Iterator[Any]:
@@ -240,23 +237,6 @@ def nested(dataset: Any) -> Iterator[Any]:
             yield part
             values = chain(values, vars(part).values())
         waiting += [value for value in islice(values, _MOST_NESTED) if isinstance(value, Iterable)]
-
-
-def _asks_for_its_worker(dataset: Any) -> bool:
-    """Whether a class, or the module that it is in, names ``get_worker_info``."""
-    for kind in type(dataset).__mro__:
-        if kind is object or kind.__module__.split(".")[0] == "torch":
-            continue
-        around = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-        functions = [value for value in (*vars(kind).values(), *around.values()) if isinstance(value, FunctionType)]
-        if "get_worker_info" in around or any("get_worker_info" in _names(each.__code__) for each in functions):
-            return True
-    return False
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 def _unplannable(sampler: Any, problem: str) -> ConfigError:

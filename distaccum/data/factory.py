@@ -13,15 +13,17 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
+from distaccum.data.collate import none_among
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
 from distaccum.data.loading_processes import stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
+from distaccum.data.plan.shuffle import Weights
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from distaccum.data.plan.scheduled import ScheduledPlan, Stage
@@ -61,8 +63,8 @@ def make_plan(
 
     Raises:
         ConfigError: sizes that cannot work, both or none of ``global_batch_size`` and ``tokens``; a budget or a stage
-            of tokens, or ``micro_tokens``, over samples of unknown length; stages or ``micro_tokens`` of a stream; a
-            sample of more than ``micro_tokens``; grouping by unknown lengths.
+            of tokens, or ``micro_tokens``, over samples of unknown length; stages, ``micro_tokens`` or weights of a
+            stream; a sample of more than ``micro_tokens``; grouping by unknown lengths; weights that draw nothing.
     """
     _check_sizes(source, global_batch_size, tokens, micro_batch_size, names)
     sizes: dict[str, Any] = {"micro_batch_size": micro_batch_size, "world_size": world_size, "names": names}
@@ -71,6 +73,7 @@ def make_plan(
     require(not stages or tokens is None, key, shown, problem, f"{remedy}, or leave it out")
     if source.pad_rows:
         _check_rows(source, "batch.pad_rows" if names is CONFIG_KEYS else "pad_rows")
+    weights = None if source.weights is None else _weights_of(source)
     if not is_map_style(source.train):
         if global_batch_size is None:
             remedy = f"Use {names.global_batch_size} for streams: a rank cannot know the lengths of the others' samples"
@@ -84,6 +87,7 @@ def make_plan(
         batched = batched or yields_batches(source)
         return StreamPlan(global_batch_size=global_batch_size, batched=batched, **sizes)
     seed = seed + source.order_seed if source.shuffle and seed is not None else None
+    sizes |= {"seed": seed, "weights": weights}
     plan: Plan
     if global_batch_size is not None and stages:
         in_tokens = any(stage.unit == "tokens" for stage in stages)
@@ -92,14 +96,13 @@ def make_plan(
             stages=tuple(stages),
             global_batch_size=global_batch_size,
             lengths=(source.sample_tokens or lengths_of(source, key, shown)) if in_tokens else None,
-            seed=seed,
             **sizes,
         )
     elif global_batch_size is not None:
-        plan = BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, seed=seed, **sizes)
+        plan = BatchPlan(samples=len(source.train), global_batch_size=global_batch_size, **sizes)
     else:
         assert tokens is not None
-        plan = TokenPlan(lengths=lengths_of(source, names.tokens, tokens), tokens=tokens, seed=seed, **sizes)
+        plan = TokenPlan(lengths=lengths_of(source, names.tokens, tokens), tokens=tokens, **sizes)
     if micro_tokens is None:
         return plan.grouped_by_length(lengths_of(source, "batch.group_by_length", True) if group_by_length else None)
     return _within_tokens(
@@ -111,6 +114,19 @@ def make_plan(
         limits_samples=limits_samples,
         names=names,
     )
+
+
+def _weights_of(source: DataSpec) -> Weights:
+    key, remedy = "data.weights", "Give a number for each training sample, at least 0, and not 0 for all"
+    require(is_map_style(source.train), key, None, "the data is a stream", "Draw in the stream, or leave them out")
+    problem = "the samples are drawn at random, and the data are not to be shuffled"
+    require(source.shuffle, key, None, problem, "Leave shuffle=False out, or the weights")
+    weights, samples = np.asarray(source.weights, dtype=np.float64), len(cast(MapDataset, source.train))
+    problem = f"has the shape {weights.shape} for {samples} samples"
+    require(weights.shape == (samples,), key, None, problem, remedy)
+    problem = f"are from {weights.min(initial=0.0):g} to {weights.max(initial=0.0):g}"
+    require(weights.min(initial=0.0) >= 0 and 0 < weights.sum() < np.inf, key, None, problem, remedy)
+    return Weights(weights)
 
 
 def _scheduled(**settings: Any) -> ScheduledPlan:
@@ -344,14 +360,26 @@ def lengths_of(source: DataSpec, key: str, value: object) -> Ids:
 
 
 def longest_micro_batch(data: DataSpec, size: int) -> Any:
-    """A micro-batch of so many samples, on the host: the longest where the data says how long they are."""
+    """A micro-batch of so many samples, on the host: the longest where the data says how long they are.
+
+    Samples that are None are left out.
+
+    Raises:
+        DataError: all are None, or the collate function makes no batch of those that are there.
+    """
     if not is_map_style(data.train):
         stream = iter(cast("Iterable[Any]", data.train))
         if yields_batches(data):
             return next(stream)
         return (data.collate or default_collate)(list(islice(stream, size)))
-    ids = list(range(min(size, len(data.train))))
-    if data.lengths is not None:
-        ids = np.argsort(-np.asarray(data.lengths), kind="stable")[:size].tolist()
-    loader = DataLoader(cast("Any", data.train), batch_sampler=[ids], collate_fn=data.collate)
-    return next(iter(loader))
+    order = range(len(data.train)) if data.lengths is None else np.argsort(-np.asarray(data.lengths), kind="stable")
+    read = ((i, data.train[i]) for i in map(int, order))
+    found = dict(islice(((i, sample) for i, sample in read if sample is not None), size))
+    if problem := none_among(found.values(), found, data.collate):
+        raise problem
+    if not found:
+        raise DataError("every sample is None: there is nothing to train on")
+    batch = (data.collate or default_collate)(list(found.values()))
+    if batch is None:
+        raise DataError("the collate function gave None for samples that are there: let it return the batch it made")
+    return batch

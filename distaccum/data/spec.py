@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 
@@ -66,6 +67,8 @@ class DataSpec:
         lengths: tokens of each training sample, for token budgets and for grouping; None where not known.
         sample_tokens: of every training sample, where all have as many and ``lengths`` is not given.
         shuffle: whether to shuffle the training samples every epoch; False keeps the dataset's own order.
+        weights: of each training sample: an epoch draws as many samples as there are, each time one with a probability
+            in proportion, as ``WeightedRandomSampler`` does. None: an epoch has each sample once.
         micro_batch_size: of the micro-batches, where the data fix it: the run must state the same.
         batched: whether a stream yields micro-batches; None: a ``DataLoader`` does, any other stream yields samples.
         batch_size: from a micro-batch of a stream to the number of its samples; None to measure it by its parts.
@@ -88,6 +91,7 @@ class DataSpec:
     lengths: NDArray[np.int64] | None = None
     sample_tokens: int | None = None
     shuffle: bool = True
+    weights: Sequence[float] | NDArray[np.floating] | Tensor | None = None
     micro_batch_size: int | None = None
     batched: bool | None = None
     batch_size: Callable[[Any], int] | None = None

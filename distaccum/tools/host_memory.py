@@ -23,6 +23,7 @@ from distaccum.data.spec import DataSpec, WorkerOptions, is_map_style
 from distaccum.distributed.random import RNGState
 from distaccum.errors import ConfigError
 
+_TRIED = 16  # samples, of which the first that is not None is reckoned with
 _MIB = 2**20
 
 
@@ -92,15 +93,18 @@ def window_memory(source: DataSpec, plan: Plan, workers: WorkerOptions | None = 
     generators = RNGState.capture()
     try:
         longest = 0 if source.lengths is None else int(np.argmax(source.lengths))
+        tried = [longest, *range(min(_TRIED, len(source.train)))]
         of = partial(_bytes_of, source.collate or default_collate)
-        found: int = next(reading(source.train, [[longest]], of, workers or WorkerOptions()))
+        found: int = next(filter(None, reading(source.train, [[i] for i in tried], of, workers or WorkerOptions())), 0)
     finally:
         generators.restore()
     return WindowMemory(micro_batch=math.ceil(found * plan.samples_like(longest)), micro_batches=plan.items_of_window)
 
 
 def _bytes_of(collate: Callable[[list[Any]], Any], samples: list[Any]) -> int:
-    """Those of the tensors and arrays of the samples' batch."""
+    """Those of the tensors and arrays of the samples' batch; of a sample that is None, 0."""
+    if samples[0] is None:
+        return 0
     sizes: list[int] = []
     map_tensors(
         collate(samples),

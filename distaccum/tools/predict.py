@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from distaccum import program
 from distaccum.checkpoint import state, weights
@@ -25,7 +25,8 @@ from distaccum.checkpoint.files import write_text
 from distaccum.checkpoint.store import find
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
-from distaccum.data.datasets.labelled import LabelledText, read_rows
+from distaccum.data.datasets.labelled import LabelledText
+from distaccum.data.factory import longest_micro_batch
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, DistaccumError, shorten
@@ -34,6 +35,7 @@ from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import as_counts, as_loss_sums
 from distaccum.tools.arguments import Arguments
 from distaccum.tools.inference import agreed, output_of, predict
+from distaccum.tools.rows import place, read_rows
 from distaccum.train import ema
 from distaccum.train.components import TrainingComponents, build_components, build_data
 
@@ -42,7 +44,7 @@ settings:
   out=FILE.jsonl          or FILE.csv: where to write
   data=held_out           the samples that the run held out, the default; or one of several such sets by name
   data=train              those that it trained on
-  data=FILE               a CSV or JSON-lines file with the column of texts, of a run with data=labelled
+  data=FILE               a CSV, JSON-lines or Parquet file with the column of texts, of a run with data=labelled
   data.KEY=VALUE          another value of a setting of the run's data
   batch.micro_size=64     the most samples of one forward; by default the run's
 
@@ -147,7 +149,8 @@ def _dataset(data: DataSpec, which: str, stated: Mapping[str, Any]) -> Any:
     column, texts = str(stated.get("text", "text")), list[str]()
     for line, row in read_rows(which):
         if column not in row:
-            raise ConfigError("data", which, f"line {line} has no column {column!r}", f"It has {shorten(list(row))}")
+            problem = f"{place(which, line)} has no column {column!r}"
+            raise ConfigError("data", which, problem, f"It has {shorten(list(row))}")
         texts.append(str(row[column]))
     found = data.tokenizer(texts, truncation=True, max_length=stated.get("max_length", 256))["input_ids"]
     return [{"input_ids": (ids := torch.tensor(each)), "attention_mask": torch.ones_like(ids)} for each in found]
@@ -159,9 +162,10 @@ def _rows(components: TrainingComponents, dataset: Any, world: World) -> Rows:
         problem = "compares samples with each other, and predicts nothing of one"
         raise ConfigError("loss", type(loss).__name__, problem, "Use trainer.predict(dataset), which represents them")
     problem = "single_label" if isinstance(loss, CrossEntropy) else getattr(loss, "problem", "")
-    collate = components.data.collate or default_collate
-    if problem == "single_label" and _labels(collate([components.data.train[0]])) > 1:  # type: ignore[index]
-        alone = DataLoader(dataset, batch_size=1, collate_fn=collate)  # a batch's loss is then a sample's
+    if problem == "single_label" and _labels(longest_micro_batch(components.data, 1)) > 1:
+        alone = DataLoader(
+            dataset, batch_size=1, collate_fn=components.data.collate
+        )  # a batch's loss is then a sample's
         found = predict(components, world, alone, lambda model, batch: _loss_of(loss, model, batch))
         return _numbered(found)
     if problem == "single_label":

@@ -51,7 +51,7 @@ def print_header(
         "world": f"{plan.world_size} x {engine.device.type}",
         "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(components.model, components.policy),
-        "data": components.data.description,
+        "data": components.data.description + (", drawn by weight" if components.data.weights is not None else ""),
         "model": f"{_class_of(components.model)}, {components.parameters:,} parameters",
         **_loading(components),
         "plan": plan.describe()[0],

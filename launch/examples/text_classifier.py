@@ -19,7 +19,7 @@ from distaccum import RunConfig, SequenceClassification, Trainer
 from distaccum.data.datasets.labelled import labelled
 
 parser = argparse.ArgumentParser(description="Fine-tune a text classifier.")
-parser.add_argument("path", help="CSV or JSON-lines file with columns text and label")
+parser.add_argument("path", help="CSV, JSON-lines or Parquet file with columns text and label")
 parser.add_argument("--pretrained", metavar="NAME", help="model and tokenizer; default: a tiny one, untrained")
 parser.add_argument("--global-size", type=int, default=32, help="texts per optimizer step, over all processes")
 parser.add_argument("--micro-size", type=int, default=8, help="the most texts of one forward/backward on one process")

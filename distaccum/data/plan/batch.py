@@ -8,18 +8,19 @@ so resuming and changing the world size are arithmetic.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, asdict, dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distaccum.data.plan.shuffle import Shuffle
+from distaccum.data.plan.shuffle import Shuffle, Weights
 from distaccum.errors import ConfigError
 
 Ids = NDArray[np.int64]
+P = TypeVar("P", bound="Plan")
 _LOOKED_AT, _RECKONED = 1000, 100  # windows
 
 
@@ -84,6 +85,10 @@ class Plan(ABC):
         def seed(self) -> int | None:
             """Seed of the order of samples; None for the dataset's own order."""
 
+        @property
+        def weights(self) -> Weights | None:
+            """By which samples are drawn; None where each comes once an epoch."""
+
     @property
     @abstractmethod
     def position(self) -> dict[str, Any]:
@@ -99,7 +104,11 @@ class Plan(ABC):
 
     def ids(self, epoch: int, positions: Ids) -> Ids:
         """The samples at these positions of an epoch's order."""
-        return ids_in_order(self.samples, self.seed, epoch, positions)
+        if self.seed is None:
+            return positions
+        if self.weights is not None:
+            return self.weights.draw(self.seed, epoch, positions)
+        return Shuffle(self.samples, seed=self.seed, epoch=epoch)(positions)
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
@@ -168,6 +177,12 @@ class Plan(ABC):
     def evenly(self) -> Plan:
         """The plan with windows that are all as large as its largest."""
         return self
+
+    def _by_samples(self, kind: Callable[..., P], global_batch_size: int, **more: Any) -> P:
+        """A plan of the same samples and their order, whose windows are of one size."""
+        sizes: dict[str, Any] = {"micro_batch_size": self.micro_batch_size, "world_size": self.world_size}
+        order: dict[str, Any] = {"samples": self.samples, "seed": self.seed, "weights": self.weights}
+        return kind(global_batch_size=global_batch_size, **sizes, **order, **more)
 
     def _with(self, **changes: Any) -> Plan:
         other: Plan = replace(cast(Any, self), **changes)
@@ -335,6 +350,7 @@ class BatchPlan(Plan):
         micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks. G need not be a multiple of it.
         seed: for the order of samples, which differs every epoch; None for the dataset's own order.
+        weights: by which an epoch's samples are drawn; None: each comes once.
         names: what an error calls the sizes.
 
     Raises:
@@ -346,6 +362,7 @@ class BatchPlan(Plan):
     micro_batch_size: int
     world_size: int
     seed: int | None = None
+    weights: Weights | None = None
     names: InitVar[SizeNames] = KEYWORDS
 
     def __post_init__(self, names: SizeNames) -> None:
@@ -396,13 +413,7 @@ class BatchPlan(Plan):
 
     def evenly(self) -> BatchPlan:
         """See :class:`Plan`."""
-        return BatchPlan(
-            samples=self.samples,
-            global_batch_size=self.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            world_size=self.world_size,
-            seed=self.seed,
-        )
+        return self._by_samples(BatchPlan, self.global_batch_size)
 
     def resized(self, change: Resize) -> ResizedPlan:
         """See :class:`Plan`.
@@ -410,19 +421,13 @@ class BatchPlan(Plan):
         Raises:
             ConfigError: the global batch is smaller than the micro-batch.
         """
-        return ResizedPlan(
-            samples=self.samples,
-            global_batch_size=change.global_batch_size,
-            micro_batch_size=self.micro_batch_size,
-            world_size=self.world_size,
-            seed=self.seed,
-            since=change,
-        )
+        return self._by_samples(ResizedPlan, change.global_batch_size, since=change)
 
     @property
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, Any]:
         """The numbers that give a window's index its meaning."""
-        return {"batch.global_size": self.global_batch_size, "samples": self.samples, "seed": seed_number(self.seed)}
+        order = seed_number(self.seed, self.weights)
+        return {"batch.global_size": self.global_batch_size, "samples": self.samples, "seed": order}
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``."""
@@ -511,11 +516,6 @@ class _Rest:
         return micro_batches_of(self.window(k), rank, self.plan.world_size, self.plan.micro_batch_size)
 
 
-def ids_in_order(samples: int, seed: int | None, epoch: int, positions: Ids) -> Ids:
-    """The samples at these positions of an epoch's order; without a seed, of the dataset's own order."""
-    return positions if seed is None else Shuffle(samples, seed=seed, epoch=epoch)(positions)
-
-
 def share_of(window: range, rank: int, world_size: int) -> range:
     """The positions of a window that ``rank`` computes."""
     begin, end = (len(window) * r // world_size for r in (rank, rank + 1))
@@ -550,9 +550,10 @@ def micro_batches_of(window: range, rank: int, world_size: int, micro_batch_size
     ]
 
 
-def seed_number(seed: int | None) -> int:
-    """The seed as a plain number; -1 for the dataset's own order."""
-    return -1 if seed is None else seed
+def seed_number(seed: int | None, weights: Weights | None) -> int | str:
+    """The seed as a plain number, -1 for the dataset's own order; with ``weights`` in words, which fit no others."""
+    number = -1 if seed is None else seed
+    return number if weights is None else f"{number}, of weights {weights.digest:08x} (a hash)"
 
 
 def check_sizes(global_batch_size: int | None, micro_batch_size: int, names: SizeNames = KEYWORDS) -> None:

@@ -30,6 +30,7 @@ from distaccum.data.plan.batch import (
     micro_steps_of,
     seed_number,
 )
+from distaccum.data.plan.shuffle import Weights
 from distaccum.errors import ConfigError
 
 
@@ -79,6 +80,7 @@ class ScheduledPlan(Plan):
         lengths: tokens of each sample, shape ``(samples,)``; one number where all have as many; None where not known,
             and no stage is stated in tokens.
         seed: for the order of samples, which differs every epoch; None for the dataset's own order.
+        weights: by which an epoch's samples are drawn; None: each comes once.
         names: what an error calls the sizes.
 
     Raises:
@@ -93,6 +95,7 @@ class ScheduledPlan(Plan):
     world_size: int
     lengths: Ids | int | None = None
     seed: int | None = None
+    weights: Weights | None = None
     names: InitVar[SizeNames] = KEYWORDS
     _begins: list[_Place] = field(default_factory=lambda: [_Place(0, 0)], init=False, repr=False, compare=False)
 
@@ -117,13 +120,7 @@ class ScheduledPlan(Plan):
 
     def evenly(self) -> BatchPlan:
         """See :class:`Plan`."""
-        return BatchPlan(
-            samples=self.samples,
-            global_batch_size=self.largest,
-            micro_batch_size=self.micro_batch_size,
-            world_size=self.world_size,
-            seed=self.seed,
-        )
+        return self._by_samples(BatchPlan, self.largest)
 
     def epoch(self, epoch: int) -> Epoch:
         """The epoch's windows; O(samples) in those with a stage that lasts for tokens."""
@@ -202,7 +199,7 @@ class ScheduledPlan(Plan):
             one = isinstance(self.lengths, int)
             lengths = self.lengths if one else zlib.crc32(np.ascontiguousarray(self.lengths, dtype=np.int64).tobytes())
             found["tokens of a sample" if one else "tokens of each sample (a hash)"] = lengths
-        return found | {"seed": seed_number(self.seed)}
+        return found | {"seed": seed_number(self.seed, self.weights)}
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as written to ``plan.json``; windows are those of the first epoch, micro-steps the largest one's."""

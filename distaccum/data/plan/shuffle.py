@@ -12,6 +12,7 @@ SplitMix64 (G. Steele, D. Lea and C. Flood, 2014).
 from __future__ import annotations
 
 import hashlib
+import zlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +44,36 @@ class Shuffle:
 
     def _network(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = x >> self._half, x & self._mask
-        for key in self._keys:  # SplitMix64's finaliser needs arithmetic modulo 2**64: NumPy's arrays wrap
-            z = right ^ key
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((z ^ (z >> np.uint64(31))) & self._mask)
+        for key in self._keys:
+            left, right = right, left ^ (_finalised(right ^ key) & self._mask)
         return (left << self._half) | right
+
+
+def _finalised(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, which needs arithmetic modulo 2**64: NumPy's arrays wrap."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Weights:
+    """Draws samples with replacement, each as often as its weight says: what is drawn at a position is known alone.
+
+    As torch's ``WeightedRandomSampler``, but a function of ``(seed, epoch, position)``: SplitMix64 gives a position's
+    number below the sum of the weights, and the sample in whose part of that sum it lies is drawn.
+
+    Args:
+        weights: of each sample, shape ``(samples,)``; at least 0, and one is above it.
+    """
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        self._ends, self._last = np.cumsum(weights), int(np.flatnonzero(weights)[-1])
+        self.digest = zlib.crc32(weights.tobytes())
+
+    def draw(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples drawn at ``positions`` of an epoch."""
+        key = np.frombuffer(hashlib.blake2b(f"weights/{seed}/{epoch}".encode(), digest_size=8).digest(), dtype="<u8")
+        numbers = _finalised(key + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+        within = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._ends[-1]
+        drawn: NDArray[np.int64] = np.searchsorted(self._ends, within, side="right").clip(max=self._last)
+        return drawn

@@ -27,6 +27,7 @@ from distaccum.data.plan.batch import (
     share_of,
     spread,
 )
+from distaccum.data.plan.shuffle import Weights
 from distaccum.errors import ConfigError
 
 # Cuts windows into micro-batches of at most a number of padded tokens: pure arithmetic, no torch, no state.
@@ -229,6 +230,7 @@ class TokenPlan(Plan):
         micro_batch_size: the most samples one forward/backward on one rank takes.
         world_size: number of ranks.
         seed: for the order of samples, which differs every epoch; None for the dataset's own order.
+        weights: by which an epoch's samples are drawn; None: each comes once.
         names: what an error calls the sizes.
 
     Raises:
@@ -240,6 +242,7 @@ class TokenPlan(Plan):
     micro_batch_size: int
     world_size: int
     seed: int | None = None
+    weights: Weights | None = None
     names: InitVar[SizeNames] = KEYWORDS
 
     def __post_init__(self, names: SizeNames) -> None:
@@ -268,11 +271,11 @@ class TokenPlan(Plan):
         return sum(self.epoch(epoch).windows_per_epoch for epoch in range(epochs))
 
     @property
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, Any]:
         """The numbers that give a window's index its meaning."""
         total = int(self.lengths.sum())
         samples = {"samples": self.samples, "tokens in all samples": total}
-        return {"batch.tokens": self.tokens, **samples, "seed": seed_number(self.seed)}
+        return {"batch.tokens": self.tokens, **samples, "seed": seed_number(self.seed, self.weights)}
 
     @cached_property
     def _first_epoch(self) -> Epoch:

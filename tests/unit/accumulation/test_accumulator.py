@@ -18,8 +18,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from distaccum import Accumulator
@@ -418,25 +416,6 @@ def test_at_most_so_many_batches_are_on_the_device(limit: int) -> None:
     for _ in on_device(load(), torch.device("cpu"), limit):
         pass
     assert most == limit
-
-
-LOADERS: list[tuple[Callable[[], DataLoader[Any]], str]] = [
-    (lambda: DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "WeightedRandomSampler"),
-    (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler([0, 1]), 2, False)), "SubsetRandom"),
-    (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), "loader=list: makes batches of its own"),
-    (lambda: DataLoader(DATA, batch_size=2, sampler=RandomSampler(DATA, num_samples=4)), "draws 4 of 10 samples"),
-    (lambda: DataLoader(DATA, batch_size=2, sampler=SequentialSampler([0, 1])), "draws 2 of 10 samples"),
-    (lambda: DataLoader(DATA, batch_size=2, drop_last=True), "drop_last=True: leaves samples out"),
-    (lambda: DataLoader(DATA, batch_size=None), "loader=batch_size=None: makes no batches"),
-]
-
-
-@pytest.mark.parametrize(("loader", "message"), LOADERS, ids=[message for _, message in LOADERS])
-def test_a_loader_whose_order_cannot_be_planned_is_refused(
-    gloo_world: World, loader: Callable[[], DataLoader[Any]], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _epoch(_make(gloo_world)[0], loader())
 
 
 @pytest.mark.parametrize("shuffled", [True, False])

@@ -17,7 +17,10 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from distaccum.data.adapters import to_data_spec
@@ -157,7 +160,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "drop_last": (lambda: _loader(drop_last=True), "loader=drop_last=True: leaves samples out"),
     "no batches": (lambda: _loader(batch_size=None), "loader=batch_size=None: makes no batches"),
     "iterates itself": (lambda: Own(DATA, batch_size=2), "loader=Own: iterates in a way of its own"),
+    "samples of some": (lambda: _loader(sampler=RandomSampler(DATA, num_samples=4)), "draws 4 of 10 samples"),
+    "order of others": (lambda: _loader(sampler=SequentialSampler([0, 1])), "draws 2 of 10 samples"),
+    "a subset": (
+        lambda: _loader(sampler=SubsetRandomSampler([0, 1])),
+        "SubsetRandomSampler: draws samples in an order",
+    ),
+    "batches by hand": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "loader=list: makes batches of its own"),
     "sampler of a kind": (lambda: _loader(sampler=Weighted(DATA)), "loader=Weighted: draws samples in an order"),
+    "weights of some": (
+        lambda: _loader(sampler=WeightedRandomSampler([1.0] * len(DATA), 3)),
+        r"loader=WeightedRandomSampler\(num_samples=3, replacement=True\): an epoch draws \d+ of \d+ samples",
+    ),
+    "weights without replacement": (
+        lambda: _loader(sampler=WeightedRandomSampler([1.0] * len(DATA), len(DATA), replacement=False)),
+        r"replacement=False\): an epoch draws",
+    ),
     "batches of a kind": (
         lambda: DataLoader(DATA, batch_sampler=Grouped(RandomSampler(DATA), 2, False)),
         "loader=Grouped: makes batches of its own",

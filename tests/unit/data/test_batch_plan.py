@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import tracemalloc
+from bisect import bisect_right
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ from distaccum.data.factory import make_plan
 from distaccum.data.loader import padding_share
 from distaccum.data.plan.batch import CONFIG_KEYS, BatchPlan
 from distaccum.data.plan.scheduled import ScheduledPlan, Stage
-from distaccum.data.plan.shuffle import Shuffle
+from distaccum.data.plan.shuffle import Shuffle, Weights
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec
@@ -358,3 +362,44 @@ def test_a_billion_samples_cost_nothing_to_hold() -> None:
     assert ids.min() >= 0
     assert ids.max() < 10**12
     assert peak < 100_000
+
+
+def _drawn_by_hand(weights: list[float], seed: int, epoch: int, position: int) -> int:
+    """SplitMix64 in whole numbers, and the sample in whose part of the sum its number lies."""
+    key = int.from_bytes(blake2b(f"weights/{seed}/{epoch}".encode(), digest_size=8).digest(), "little")
+    z = (key + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ z >> shift) * factor % 2**64
+    return bisect_right(list(accumulate(weights)), ((z ^ z >> 31) >> 11) / 2**53 * sum(weights))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"global_batch_size": 16, "tokens": None},
+        {"global_batch_size": None, "tokens": 300},
+        {"global_batch_size": 16, "tokens": None, "stages": [Stage(8, 100, "tokens")]},
+        {"global_batch_size": 16, "tokens": None, "micro_tokens": 100, "group_by_length": True},
+    ],
+)
+def test_weights_draw_what_no_division_changes(sizes: dict[str, Any]) -> None:
+    weights = [0.0, *np.random.default_rng(0).exponential(size=98).tolist(), 0.0]
+    lengths = np.random.default_rng(1).integers(1, 40, 100)
+    data = DataSpec(train=list(range(100)), weights=weights, lengths=lengths)
+    expected = [_drawn_by_hand(weights, 7, 1, position) for position in range(100)]
+    for world, micro in ((1, 8), (3, 2)):
+        plan: Any = make_plan(data, micro_batch_size=micro, world_size=world, seed=7, **sizes)
+        cut, taken, filled = plan.epoch(1), list[int](), list[int]()
+        for k in range(cut.windows_per_epoch):
+            own = [micro for rank in range(world) for micro in cut.micro_batches(k, rank)]
+            ids = [i for positions in own for i in plan.ids(1, np.asarray(positions, dtype=np.int64)).tolist()]
+            assert sorted(ids) == sorted(expected[len(taken) : len(taken) + len(ids)])
+            taken, filled = taken + ids, [*filled, int(lengths[ids].sum())]
+        assert len(taken) == 100
+        assert sizes["tokens"] is None or max(filled) <= 300
+        other: Any = make_plan(replace(data, weights=weights[::-1]), micro_batch_size=2, world_size=1, seed=7, **sizes)
+        unweighted: Any = make_plan(replace(data, weights=None), micro_batch_size=2, world_size=1, seed=7, **sizes)
+        assert plan.position["seed"] not in (other.position["seed"], unweighted.position["seed"])
+    found = np.bincount(Weights(np.array(weights)).draw(0, 0, np.arange(200_000)), minlength=100)
+    wanted = 200_000 * np.array(weights) / sum(weights)
+    assert (np.abs(found - wanted) <= 5 * np.sqrt(wanted)).all()

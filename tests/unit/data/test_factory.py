@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.cursor import DataCursor, position_mismatch
 from distaccum.data.datasets.lines import lines
-from distaccum.data.factory import build_loader, make_plan
+from distaccum.data.factory import build_loader, longest_micro_batch, make_plan
 from distaccum.data.loader import MicroBatchIds, WindowLoader, padding_share
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, SizeNames
 from distaccum.data.spec import DataSpec
@@ -107,6 +107,12 @@ UNWORKABLE: list[tuple[DataSpec, dict[str, Any], str]] = [
         {"micro_batch_size": 3, "batched": True},
         "{G}=16: no multiple of {M}=3",
     ),
+    (DataSpec(train=iter(DATA), weights=[1.0]), {}, "data.weights: the data is a stream"),
+    (DataSpec(train=DATA, weights=[1.0] * 50, shuffle=False), {}, "data.weights: the samples are drawn at random"),
+    (DataSpec(train=DATA, weights=[1.0]), {}, "data.weights: has the shape (1,) for 50 samples"),
+    (DataSpec(train=DATA, weights=torch.zeros(50)), {}, "data.weights: are from 0 to 0"),
+    (DataSpec(train=DATA, weights=np.arange(50) - 1.0), {}, "data.weights: are from -1 to 48"),
+    (DataSpec(train=DATA, weights=[float("nan")] * 50), {}, "data.weights: are from nan to nan"),
 ]
 
 
@@ -119,6 +125,24 @@ def test_what_cannot_work_is_refused_by_the_name_that_was_typed(
     expected = message.format(G=names.global_batch_size, M=names.micro_batch_size, T=names.tokens)
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}"):
         make_plan(source, names=names, **(given | sizes))
+
+
+def test_broken_samples_are_no_longest_micro_batch() -> None:
+    def kept(samples: list[Any]) -> Any:
+        there = [one for one in samples if one is not None]
+        return torch.tensor(there) if there else None
+
+    data = DataSpec(train=[None, 1, None, 2, 3], collate=kept)
+    assert [longest_micro_batch(data, size).tolist() for size in (1, 2, 9)] == [[1], [1, 2], [1, 2, 3]]
+    by_length = replace(data, lengths=np.array([9, 1, 9, 2, 3]))
+    assert longest_micro_batch(by_length, 2).tolist() == [3, 2]
+    for train, collate, message in (
+        ([None] * 3, kept, "every sample is None"),
+        ([1, 2], lambda _: None, "the collate function gave None for samples that are there"),
+        ([None, {"x": 1, "y": None}], None, r"sample 1\['y'\] is None, which torch's default_collate cannot batch"),
+    ):
+        with pytest.raises(DataError, match=message):
+            longest_micro_batch(DataSpec(train=train, collate=collate), 1)
 
 
 def test_counts(gloo_world: World) -> None:

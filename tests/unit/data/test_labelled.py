@@ -13,9 +13,10 @@ import torch
 
 from distaccum.data.datasets.labelled import LabelledText, labelled
 from distaccum.errors import ConfigError
-from tests.support.optional import needs
+from tests.support.optional import Library, needs
 
 pytestmark = needs("transformers")
+pyarrow, parquet = Library("pyarrow"), Library("pyarrow.parquet")
 
 
 TEXTS = [("A fine lamp, really", "good"), ('It says "no"\non two lines', "bad"), ("Smörgåsbord 🍰", "good")]
@@ -46,9 +47,14 @@ def _texts(data: LabelledText) -> list[tuple[str, str]]:
     return [(text, data.labels[sample["labels"]]) for text, sample in zip(read, samples, strict=True)]
 
 
-@pytest.mark.parametrize("write", [_csv, _json_lines])
-def test_a_file_becomes_samples(tmp_path: Path, write: Callable[[Path], str]) -> None:
-    suffix = ".csv" if write is _csv else ".jsonl"
+def _parquet(path: Path) -> str:
+    rows = [{"text": text, "label": label, "id": 3} for text, label in ROWS]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=4)
+    return str(path)
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".csv", _csv), (".jsonl", _json_lines), (".parquet", _parquet)])
+def test_a_file_becomes_samples(tmp_path: Path, suffix: str, write: Callable[[Path], str]) -> None:
     data = labelled(path=write(tmp_path / f"reviews{suffix}"), held_out=0.2)
     assert data.labels == ("bad", "good")
     assert (len(data.train), len(data.eval_dataset)) == (16, 5)
@@ -98,7 +104,7 @@ def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
     ("file", "options", "key", "message"),
     [
         (("none.csv", None), {}, "data.path", "no such file"),
-        (("a.txt", "text,label\na,b\n"), {}, "data.path", "neither CSV nor JSON lines"),
+        (("a.txt", "text,label\na,b\n"), {}, "data.path", "neither CSV nor JSON lines nor Parquet"),
         (("a.csv", ""), {}, "data.path", "holds 0 texts"),
         (("a.csv", "text,label\n"), {}, "data.path", "holds 0 texts"),
         (("a.jsonl", "\n"), {}, "data.path", "holds 0 texts"),
@@ -119,6 +125,10 @@ def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
         (("a.csv", "text,label\na,x\nb,y\n"), {"vocab_size": 258}, "data.vocab_size", "too few for all bytes"),
         (("a.csv", "text,label\na,x\nb,y\n"), {"label": "text"}, "data.label", "the column of the texts too"),
         (("a.csv", "text,label\na,x\nb,y\n"), {"tokenizer": "/no/such"}, "data.tokenizer", "cannot be loaded"),
+        (("a.parquet", b"PAR1"), {}, "data.path", r"cannot be read as Parquet \(.*\)\. Give a whole Parquet file"),
+        (("a.csv", "text,label,w\na,x,1\nb,y,\n"), {"weights": "w"}, "data.weights", "line 3 of .* has '' there"),
+        (("a.csv", "text,label,w\na,x,1\nb,y,2\n"), {"weights": "ww"}, "data.weights", "is no file, and no column"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"weights": __file__}, "data.weights", "holds no numbers"),
     ],
 )
 def test_bad_inputs_name_the_key_and_the_line(
@@ -132,7 +142,22 @@ def test_bad_inputs_name_the_key_and_the_line(
     assert caught.value.key == key
 
 
-def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"-m pip install .*'distaccum\[hf\]'"):
-        labelled(path=_csv(tmp_path / "reviews.csv"))
+@pytest.mark.parametrize(("module", "extra"), [("transformers", "hf"), ("pyarrow", "parquet")])
+def test_without_a_library_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str
+) -> None:
+    path = _csv(tmp_path / "reviews.csv") if extra == "hf" else _parquet(tmp_path / "reviews.parquet")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"-m pip install .*'distaccum\[{extra}\]'"):
+        labelled(path=path)
+
+
+def test_weights_are_a_column_or_a_file(tmp_path: Path) -> None:
+    rows = [{"text": f"t{i}", "label": f"{i % 2}", "weight": i / 2} for i in range(10)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    np.save(tmp_path / "weights.npy", np.arange(10) / 2)
+    (tmp_path / "weights.txt").write_text("\n".join(f"{i / 2}" for i in range(10)))
+    order = np.random.default_rng(0).permutation(10)[:9]
+    for stated in ("weight", str(tmp_path / "weights.npy"), str(tmp_path / "weights.txt")):
+        assert np.array_equal(labelled(path=str(path), weights=stated).weights, order / 2)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from distaccum.config.schema import RunConfig
-from distaccum.data.datasets.labelled import prompts
 from distaccum.data.datasets.tokenizer import load_tokenizer, train_tokenizer
 from distaccum.errors import ConfigError
 from distaccum.models.pretrained import pretrained
@@ -108,38 +107,6 @@ def test_a_hub_out_of_reach_is_one_message(key: str, load: Callable[..., Any], m
 def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match=r"engine\.meta_init"):
         pretrained(name=str(folder))
-
-
-def test_prompts_are_read_and_not_learned(folder: Path, rows: Path) -> None:
-    data = prompts(path=str(rows), tokenizer=str(folder))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert data.tokenizer is not None
-    assert data.tokenizer.encode("a") == tokenizer.encode("a")  # for the texts of evaluations
-    samples = [*data.train, *data.eval_dataset]
-    assert (len(data.train), len(samples)) == (10, 12)
-    found = {}
-    for sample in samples:
-        learned = sample["labels"] != -100
-        assert torch.equal(sample["labels"][learned], sample["input_ids"][learned])
-        prompt, completion = sample["input_ids"][~learned], sample["input_ids"][learned]
-        assert (int(prompt[0]), int(completion[-1])) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        found[tokenizer.decode(prompt[1:])] = tokenizer.decode(completion[:-1])
-    assert found == {row["prompt"]: row["completion"] for row in ROWS}
-    assert list(data.lengths) == [len(sample["input_ids"]) for sample in data.train]
-
-
-def test_texts_without_prompts(folder: Path, rows: Path) -> None:
-    data = prompts(path=str(rows), tokenizer=str(folder), prompt=None, max_length=5)
-    for sample in data.train:
-        assert len(sample["input_ids"]) == 5
-        assert torch.equal(sample["labels"][1:], sample["input_ids"][1:])
-
-
-def test_a_prompt_that_leaves_no_room_is_refused(folder: Path, rows: Path) -> None:
-    with pytest.raises(ConfigError, match=r"line 1: its prompt has .* and data\.max_length=3 leaves none"):
-        prompts(path=str(rows), tokenizer=str(folder), max_length=3)
-    with pytest.raises(ConfigError, match=r"data.completion.*no such column"):
-        prompts(path=str(rows), tokenizer=str(folder), completion="answer")
 
 
 def test_the_groups_go_together(folder: Path, rows: Path) -> None:
