@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from distaccum.config.checks import require
@@ -121,7 +122,8 @@ def _weights_of(source: DataSpec) -> Weights:
     require(is_map_style(source.train), key, None, "the data is a stream", "Draw in the stream, or leave them out")
     problem = "the samples are drawn at random, and the data are not to be shuffled"
     require(source.shuffle, key, None, problem, "Leave shuffle=False out, or the weights")
-    weights, samples = np.asarray(source.weights, dtype=np.float64), len(cast(MapDataset, source.train))
+    weights = torch.as_tensor(source.weights, dtype=torch.float64).detach().cpu().numpy()
+    samples = len(cast(MapDataset, source.train))
     problem = f"has the shape {weights.shape} for {samples} samples"
     require(weights.shape == (samples,), key, None, problem, remedy)
     problem = f"are from {weights.min(initial=0.0):g} to {weights.max(initial=0.0):g}"

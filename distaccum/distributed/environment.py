@@ -193,7 +193,7 @@ def main_first(ranks: LaunchEnvironment, store: Store) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            store.set(key, f"rank {ranks.rank}: {type(error).__name__}: {error}")
+            store.set(key, " ".join(f"rank {ranks.rank}: {type(error).__name__}: {error}".split()))  # one line
             raise
         store.set(key, "")
         return

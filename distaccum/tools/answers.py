@@ -192,7 +192,7 @@ def _turns(
             _, there, mark = after.rpartition(said) if said else ("", "", "")
             end = text.find(said + mark, len(before)) + len(said + mark) if there else 0
         if not (text.startswith(before) and reached <= len(before) < end):
-            problem = f"the chat template writes message {i + 1} otherwise when others follow it"
+            problem = f"what the chat template writes does not tell where message {i + 1} begins or ends"
             raise ValueError(f"{problem}: mark answers in one of your own (data.chat_template) by {{% generation %}}")
         yield len(before), end
         reached = end

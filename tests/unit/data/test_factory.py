@@ -82,35 +82,20 @@ def test_one_small_all_reduce_a_window(gloo_world: World, monkeypatch: pytest.Mo
     assert calls == [2] * len(windows)
 
 
+STREAM, BY_TOKENS = DataSpec(train=iter(DATA)), {"global_batch_size": None, "tokens": 7}
 UNWORKABLE: list[tuple[DataSpec, dict[str, Any], str]] = [
     (SOURCE, {"global_batch_size": None}, "{G}: is not given, and {T} neither"),
     (SOURCE, {"tokens": 7}, "{T}=7: and {G}=16 is given too"),
-    (
-        DataSpec(train=DATA, eval_dataset=None, description=""),
-        {"global_batch_size": None, "tokens": 7},
-        "{T}=7: the data does not say how long",
-    ),
-    (
-        DataSpec(train=iter(DATA), eval_dataset=None, description=""),
-        {"global_batch_size": None, "tokens": 7},
-        "{T}=7: the data is a stream",
-    ),
-    (
-        DataSpec(train=iter(DATA), eval_dataset=None, description="", lengths=[1] * len(DATA)),
-        {"group_by_length": True},
-        "batch.group_by_length=True: the data is a stream",
-    ),
+    (DataSpec(train=DATA), BY_TOKENS, "{T}=7: the data does not say how long"),
+    (STREAM, BY_TOKENS, "{T}=7: the data is a stream"),
+    (replace(STREAM, lengths=LENGTHS), {"group_by_length": True}, "batch.group_by_length=True: the data is a stream"),
     (SOURCE, {"micro_batch_size": 17}, "{M}=17: larger than {G}=16"),
-    (SOURCE, {"global_batch_size": None, "tokens": 0}, "{T}=0: must be at least 1"),
-    (
-        DataSpec(train=iter(DATA), eval_dataset=None, description=""),
-        {"micro_batch_size": 3, "batched": True},
-        "{G}=16: no multiple of {M}=3",
-    ),
-    (DataSpec(train=iter(DATA), weights=[1.0]), {}, "data.weights: the data is a stream"),
+    (SOURCE, BY_TOKENS | {"tokens": 0}, "{T}=0: must be at least 1"),
+    (STREAM, {"micro_batch_size": 3, "batched": True}, "{G}=16: no multiple of {M}=3"),
+    (replace(STREAM, weights=[1.0]), {}, "data.weights: the data is a stream"),
     (DataSpec(train=DATA, weights=[1.0] * 50, shuffle=False), {}, "data.weights: the samples are drawn at random"),
     (DataSpec(train=DATA, weights=[1.0]), {}, "data.weights: has the shape (1,) for 50 samples"),
-    (DataSpec(train=DATA, weights=torch.zeros(50)), {}, "data.weights: are from 0 to 0"),
+    (DataSpec(train=DATA, weights=torch.zeros(50, requires_grad=True)), {}, "data.weights: are from 0 to 0"),
     (DataSpec(train=DATA, weights=np.arange(50) - 1.0), {}, "data.weights: are from -1 to 48"),
     (DataSpec(train=DATA, weights=[float("nan")] * 50), {}, "data.weights: are from nan to nan"),
 ]
