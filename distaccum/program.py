@@ -68,6 +68,8 @@ MEANS = "distaccum.tools.means:Means"
 """Says of a window's losses that one is a mean and was given as a sum, or with another count than it is a mean over."""
 DIVERGED = "distaccum.tools.divergence:who_differs"
 """Says which ranks' weights or optimizer state differ from the others', and in which tensors."""
+LOOP_CHECKPOINTS = "distaccum.tools.loop_checkpoints:LoopCheckpoints"
+"""Saves and resumes an Accumulator's loop."""
 STRAGGLERS = "distaccum.tools.stragglers:Stragglers"
 """A hook that finds the rank that the others wait for."""
 WINDOWS = "distaccum.tools.compare.windows:WindowRecorder"
@@ -125,6 +127,11 @@ TABLE = (
         "plan",
         "distaccum.tools.plan.command:main",
         "forecasts what a run would hold, send and take on a cluster",
+    ),
+    Command(
+        "launch",
+        "distaccum.tools.launch:main",
+        "starts a program of one's own on all GPUs of this machine",
     ),
     Command(
         "verify",

@@ -14,11 +14,7 @@ import re
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from threading import Timer
-from time import monotonic, sleep
-from types import FrameType
 
 from distaccum.train.__main__ import refuse_mistyped, without_garbage_collection
 
@@ -27,10 +23,10 @@ if __name__ == "__main__":
     refuse_mistyped()
 with without_garbage_collection():
     import torch
-    from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from distaccum.distributed.signals import FROM_THE_TERMINAL, LAUNCHER, die_with_parent, leave_terminal
+    from distaccum.distributed.signals import LAUNCHER, die_with_parent
+    from distaccum.tools.launch import Relay, cores, how_it_ended
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.live_line import erasing_streams
@@ -41,11 +37,6 @@ with without_garbage_collection():
 
 TRAIN = Path(__file__).with_name("train.py")
 SHOWS = re.compile(r"-h|--help|--hydra-help|--version|-c|--cfg(=.*)?|-i|--info(=.*)?")
-# Told to leave, the workers save. torchrun would end with an error and a traceback whatever they do, so these signals
-# are passed on here, and to the workers alone.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-LEFT_TO_TORCHRUN = "SIGQUIT"
-ONE_PRESS_S = 0.3
 SWEEPS = re.compile(r"-m|--multirun|hydra\.mode=(?i:multirun)")
 STARTS, MOST_STARTS = "DISTACCUM_MEMORY_STARTS", 8
 _SAID_WHY = (1, 2)  # exit codes of ranks that print their own errors
@@ -57,23 +48,19 @@ def main() -> None:
     if any(SHOWS.fullmatch(argument) for argument in arguments):
         cli.main()
         return
-    relay = Relay(float(environment.get("SHUTDOWN_TIMEOUT", "120")))
+    relay = Relay()
     checks = [argument for argument in arguments if argument.partition("=")[0] == "--check"]
     processes = checks[-1].partition("=")[2] if checks else ""
     processes, code = _check(arguments, processes or environment.get("NPROC", ""))
     if code or checks:
         sys.exit(code)
     if "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = str(-(-_cores() // int(processes)))
-    sys.argv[0] = run.__file__  # torchrun's own messages name it
-    options = ["--standalone", f"--nproc-per-node={processes}", f"--signals-to-handle={LEFT_TO_TORCHRUN}"]
-    options.append(f"--shutdown-timeout={environment.get('SHUTDOWN_TIMEOUT', '120')}")
-    relay.has_workers = True
+        environment["OMP_NUM_THREADS"] = str(-(-cores() // int(processes)))
     with tempfile.TemporaryDirectory() as folder:
         environment[RUN_NOTE], environment[LAUNCHER] = str(Path(folder, "run")), str(os.getpid())
         note = Path(environment[RUN_NOTE])
         try:
-            run.main([*options, str(TRAIN), *arguments])
+            relay.torchrun(int(processes), [str(TRAIN), *arguments])
         except ChildFailedError as error:
             if relay.told_by:  # told to leave before it could, or it failed at it: the workers have said so
                 sys.exit(128 + relay.told_by)
@@ -115,9 +102,7 @@ def _report(error: ChildFailedError, note: Path) -> int:
     this process then writes it.
     """
     rank, first = error.get_first_failure()
-    how = f"ended with exit code {first.exitcode} without an error of Python's"
-    if first.exitcode < 0:
-        how = f"was killed by {first.signal_name()}"
+    how = how_it_ended(first, " without an error of Python's")
     ended = f"rank {rank} {how} (process {first.pid})"
     if not note.exists():  # it never came to training
         if first.exitcode not in _SAID_WHY:
@@ -135,72 +120,6 @@ def _report(error: ChildFailedError, note: Path) -> int:
         for line in lines_of(run_dir):
             sys.stderr.write(f"distaccum: {line}\n")
     return 1
-
-
-class Relay:
-    """Passes signals on to the workers, which have ``grace_s`` seconds to save; a second Ctrl-C ends them at once.
-
-    Where SIGHUP is ignored, as under ``nohup``, it stays ignored.
-    """
-
-    def __init__(self, grace_s: float) -> None:
-        self.has_workers = False
-        """Whether the children are workers; before there is only the check."""
-        self.told_by = 0
-        """The first signal; 0 before."""
-        self._grace_s = grace_s
-        self._pressed_at = 0.0
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN or number not in FROM_THE_TERMINAL:
-                signal.signal(number, self._pass_on)
-
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
-        workers = _children() if self.has_workers else []
-        if number == signal.SIGHUP:
-            leave_terminal()
-        if not workers:
-            for child in _children():
-                os.kill(child, signal.SIGKILL)
-            os._exit(128 + number)
-        again = number == signal.SIGINT and 0 < self._pressed_at < monotonic() - ONE_PRESS_S
-        if number == signal.SIGINT:
-            self._pressed_at = self._pressed_at or monotonic()
-        _signal(workers, number)
-        if again:
-            self._end(workers)
-        if not self.told_by:
-            self.told_by = number
-            timer = Timer(self._grace_s, _signal, (workers, signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
-
-    def _end(self, workers: list[int]) -> None:
-        latest = monotonic() + 5
-        while monotonic() < latest and not set(workers).isdisjoint(_children()):
-            sleep(0.02)
-        _signal(workers, signal.SIGKILL)
-        os._exit(128 + signal.SIGINT)
-
-
-def _signal(processes: list[int], number: int) -> None:
-    """Of a worker that is killed, its whole session: it may have loading processes."""
-    for pid in processes:
-        with suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGKILL and os.getsid(pid) == pid:
-                os.killpg(pid, number)
-            else:
-                os.kill(pid, number)
-
-
-def _children() -> list[int]:
-    """This process's children that have not ended."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = file.read_text().rpartition(") ")[2].split()[:2]
-            if int(parent) == os.getpid() and state not in "ZX":
-                found.append(int(file.parent.name))
-    return found
 
 
 def _check(arguments: list[str], processes: str) -> tuple[str, int]:
@@ -224,11 +143,6 @@ def _check(arguments: list[str], processes: str) -> tuple[str, int]:
         processes = given.read()
     _, state = os.waitpid(child, 0)
     return processes, os.waitstatus_to_exitcode(state)
-
-
-def _cores() -> int:
-    """The cores that this process may use: a container or a batch system may give it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@
 #                  An image needs bash, python3 and distaccum. Folders that it is to see: APPTAINER_BIND, or CONTAINER_MOUNTS
 #                  for pyxis (the working directory and the run directory are mounted anyway).
 #   RUN_DIR        the run directory (default: runs/slurm-<job>); hydra.run.dir=... among the overrides is the same.
+#   PROGRAM        a Python file to run in place of the Trainer; what follows the script are its arguments. It finds the run
+#                  directory in RUN_DIR, for acc.resume(os.environ["RUN_DIR"]) and acc.save(os.environ["RUN_DIR"]).
 #   NPROC          processes on each node (default: the GPUs that the job has there, else 2).
 #   MAX_RESTARTS   so often torchrun itself starts failed processes again (default 0).
 #   ELASTIC        1: the job goes on with what is left when a process or a node dies, and takes them back (launch/elastic.sh).
@@ -29,13 +31,23 @@ refuse() {
     exit 2
 }
 
-# Trains, and ends the job: 0 done (or, in a chain, saved), 2 bad configuration, 1 failed. Arguments: Hydra overrides.
+# Trains, and ends the job: 0 done (or, in a chain, saved), 2 bad configuration, 1 failed. Arguments: Hydra overrides, or
+# those of PROGRAM.
 train() {
-    local state
+    local state entry=(-m distaccum.train) overrides=("$@")
     asked="" asking="" ended="" # told to save and stop, and by which process we pass it on; Slurm is ending the job
     trap ask USR1
     trap 'ended=yes' TERM
-    read_overrides "$@"
+    if [ -n "${PROGRAM:-}" ]; then
+        [ "${ELASTIC:-0}" != 1 ] || refuse "ELASTIC=1: runs of the Trainer alone are elastic; leave it out with PROGRAM"
+        absolute_run_dir
+        export RUN_DIR=$run_dir
+        entry=("$PROGRAM")
+    else
+        read_overrides "$@"
+        [ "${ELASTIC:-0}" != 1 ] || entry=() # its agents know
+    fi
+    mkdir -p "$run_dir/slurm" || refuse "RUN_DIR=$run_dir: cannot be written; choose another folder"
     state=$(state_of "$run_dir")
     if [ -n "$chain" ] && [ "$state" = "done" ] && [ "$SLURM_ARRAY_TASK_ID" -gt "$SLURM_ARRAY_TASK_MIN" ]; then
         say "$run_dir is done"
@@ -60,11 +72,7 @@ read_overrides() {
             *) overrides+=("$argument") ;;
         esac
     done
-    case $run_dir in
-        *\$\{*) refuse "hydra.run.dir=$run_dir: must be the same after a requeue, and so cannot be interpolated" ;;
-        /*) ;;
-        *) run_dir=$PWD/$run_dir ;;
-    esac
+    absolute_run_dir
     if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ -n "$chain" ]; then
         if compgen -G "$run_dir/checkpoints/step-*" > /dev/null || grep -qs '"saved": [0-9]' "$run_dir/history.json"; then
             resume=resume=auto
@@ -73,7 +81,14 @@ read_overrides() {
         fi
     fi
     overrides+=("hydra.run.dir=$run_dir" "$resume")
-    mkdir -p "$run_dir/slurm" || refuse "RUN_DIR=$run_dir: cannot be written; choose another folder"
+}
+
+absolute_run_dir() {
+    case $run_dir in
+        *\$\{*) refuse "hydra.run.dir=$run_dir: must be the same after a requeue, and so cannot be interpolated" ;;
+        /*) ;;
+        *) run_dir=$PWD/$run_dir ;;
+    esac
 }
 
 # One field of a run directory's status.json; empty without one.
@@ -153,6 +168,11 @@ have_modules() {
 
 # Mistakes are found by one process before any other starts: torchrun turns each into its own exit code and report.
 check() {
+    if [ -n "${PROGRAM:-}" ]; then
+        [ ${#container[@]} -gt 0 ] || [ ${#srun_options[@]} -gt 0 ] || [ -r "$PROGRAM" ] || # an image may have it
+            refuse "PROGRAM=$PROGRAM: no such file in $PWD; name a Python file"
+        return
+    fi
     local code command=("${container[@]}" "$python" -m distaccum.train "${overrides[@]}" "--check=$((nodes * processes))")
     if [ ${#srun_options[@]} -gt 0 ]; then
         command=(srun --nodes=1 --ntasks=1 "${srun_options[@]}" "${command[@]}")
@@ -171,7 +191,8 @@ run_step() {
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none "${on_failure[@]}" \
         --open-mode=append --output="$run_dir/slurm/%j-%n-%N.log" "${srun_options[@]}" "${container[@]}" \
         bash -c "$(declare -f on_node start_torchrun start_elastic await_agent tell_workers catches_usr1 await); on_node \"\$@\"" on_node \
-        "$nodes" "$processes" "$endpoint" "$addresses" "${MAX_RESTARTS:-0}" "${ELASTIC:-0}" "$python" "${overrides[@]}" &
+        "$nodes" "$processes" "$endpoint" "$addresses" "${MAX_RESTARTS:-0}" "${ELASTIC:-0}" "$python" \
+        "${entry[@]}" "${overrides[@]}" &
     await $!
     step_code=$?
     [ -z "$asking" ] || kill "$asking" 2> /dev/null
@@ -203,7 +224,12 @@ finish() {
     if [ "$(stat -c %i.%Y "$run_dir/status.json" 2> /dev/null)" != "$written" ]; then # else this start never got so far
         state=$(state_of "$run_dir")
     fi
-    say "the run is ${state:-not started} at step $(field_of "$run_dir" step) (srun: $step_code)"
+    if [ -n "${PROGRAM:-}" ]; then # without a Trainer it has no status: it is done if nobody told it to stop
+        [ "$step_code:$asked:$state" != "0::" ] || state="done"
+        say "$PROGRAM ended with $step_code, and has saved step $(saved_step)"
+    else
+        say "the run is ${state:-not started} at step $(field_of "$run_dir" step) (srun: $step_code)"
+    fi
     [ "$state" != "done" ] || exit 0
     [ -z "$ended" ] || exit 143
     case $state:$asked in
@@ -226,12 +252,12 @@ show_reason() {
 go_on() {
     [ -z "$chain" ] || exit 0
     local step last
-    step=$(sed -n 's/^step-//p' "$run_dir/checkpoints/latest" 2> /dev/null) # reached is not saved
-    echo "${step:-0}" >> "$run_dir/slurm/requeues"
+    step=$(saved_step) # reached is not saved
+    echo "$step" >> "$run_dir/slurm/requeues"
     last=$(tail -n 3 "$run_dir/slurm/requeues" | paste -s -d ' ')
-    if [ "$last" = "${step:-0} ${step:-0} ${step:-0}" ]; then
-        say "saved step ${step:-0} for the third time: stopped before it gets further; give it more time (--time," \
-            "--signal and STOP_WITHIN) or save more often (checkpoint.every)" >&2
+    if [ "$last" = "$step $step $step" ]; then
+        say "saved step $step for the third time: stopped before it gets further; give it more time (--time," \
+            "--signal and STOP_WITHIN) or save more often (${PROGRAM:+acc.save in RUN_DIR, or }checkpoint.every)" >&2
         exit 1
     fi
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "${MAX_REQUEUES:-100}" ]; then
@@ -241,12 +267,20 @@ go_on() {
     requeue
 }
 
+saved_step() {
+    local step
+    step=$(sed -n 's/^step-//p' "$run_dir/checkpoints/latest" 2> /dev/null)
+    echo "${step:-0}"
+}
+
 requeue() {
     trap '' TERM USR1 # Slurm ends this script when it requeues the job
     if ! is_running; then
         exit 143
     fi
-    say "requeued at step $(field_of "$run_dir" step)"
+    local step
+    step=$(field_of "$run_dir" step)
+    say "requeued at step ${step:-$(saved_step)}"
     scontrol requeue "$job" || {
         say "Slurm does not requeue it; to go on, submit it again with RUN_DIR=$run_dir" >&2
         exit 1

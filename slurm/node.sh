@@ -40,7 +40,7 @@ start_torchrun() {
         exec "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" \
             --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
             --rdzv-conf="is_host=$host,read_timeout=300" --local-addr="${address%% *}" --max-restarts="$restarts" \
-            -m distaccum.train "$@"
+            "$@"
     ) &
     await_agent $!
 }

@@ -165,6 +165,9 @@ ELSEWHERE = {
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
         "distributed/test_engine_runs.py::test_deepspeeds_own_launcher"
     ),
+    "PROGRAM=own_loop.py sbatch --nodes=2 --gpus-per-node=8 --time=04:00:00 slurm/train.sbatch --lr 3e-4": (
+        "cluster/slurm/test_interruptions.py::test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise"
+    ),
     "python launch/train.py -m hydra/launcher=slurm hydra.launcher.gpus_per_node=8 batch.micro_size=4,8 seed=1,2": (
         "cluster/slurm/test_submitit.py::test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on"
     ),
@@ -279,7 +282,7 @@ CHAIN = [
 ]
 TRAINING = [command for command in COMMANDS if _training(command) and command not in {*CHAIN, *ELSEWHERE}]
 TRAINED = [command for command in TRAINING if not _only_prints((_training(command) or (0, []))[1])]
-JOBS = [command for command in COMMANDS if _sbatch(command) is not None]
+JOBS = [command for command in COMMANDS if _sbatch(command) is not None and command not in ELSEWHERE]
 PLAN = [command for command in COMMANDS if command.startswith("distaccum plan ")]
 CONTAINERS = [command for command in COMMANDS if command.startswith(("docker ", "kubectl "))]
 DEVELOPMENT = [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from inspect import Parameter, Signature, signature
 from math import inf, nan
+from os import PathLike
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -578,18 +580,21 @@ class Accumulator:
                 a stream, whose items are taken.
             NonFiniteError: as :meth:`windows`.
         """
-        self._expect_no_window("state_dict()")
+        own, state = self.state_of_loop("state_dict()"), whole_state(self.engine, self.world)
+        return {name: dict(getattr(state, name)) for name in _OF_ENGINE} | own
+
+    def state_of_loop(self, what: str) -> dict[str, Any]:
+        """The part of :meth:`state_dict` that is not the engine's, for ``what``; with all that is checked before."""
+        self._expect_no_window(what)
         cursor = self._cursor.state()
         if self._abandoned and cursor["data"] is not None:
             remedy = "run it first: the next acc.windows() begins with it"
-            refuse("state_dict()", "after abandon(), when a stream has given away the window's items", remedy)
-        self._lockstep.check_replicas("state_dict()")
+            refuse(what, "after abandon(), when a stream has given away the window's items", remedy)
+        self._lockstep.check_replicas(what)
         self.replicas.check_state()
         self.tracker.raise_if_nonfinite(together=self.world.size > 1)  # all ranks are here
         self._evaluation_weights.eval()
-        state = whole_state(self.engine, self.world)
         return {
-            **{name: dict(getattr(state, name)) for name in _OF_ENGINE},
             "progress": asdict(self.progress),
             "per_sample": self._items_per_sample,
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -609,12 +614,67 @@ class Accumulator:
         self._expect_no_window("load_state_dict()")
         self._evaluation_weights.eval()
         self.engine.load_state(EngineState(**{name: state[name] for name in _OF_ENGINE}))
+        self.load_state_of_loop(state)
+
+    def load_state_of_loop(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_of_loop` gave, once the engine has its state."""
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
-        self._global_batch.restore(state.get("batch"))
-        self._loader_factory.restore(state.get("memory", {}))
-        self.restore(Progress(**state["progress"]), state["position"], state["data"], state.get("spikes", {}))
+        self._global_batch.restore(state["batch"])
+        self._loader_factory.restore(state["memory"])
+        self.restore(Progress(**state["progress"]), state["position"], state["data"], state["spikes"])
+
+    def save(self, folder: str | PathLike[str], *, keep: int = 2, state: Mapping[str, Any] | None = None) -> Path:
+        """Saves a checkpoint ``folder/checkpoints/step-N`` with everything that :meth:`resume` needs; a collective.
+
+        It is there whole or not at all, and has the random generators' states beside those of :meth:`state_dict`.
+
+        Args:
+            folder: on a file system that all ranks share.
+            keep: the newest checkpoints to keep; 0: all.
+            state: what is the loop's own, by name: objects with ``state_dict()``; or numbers, strings, tensors, and
+                lists and dicts of them.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ConfigError: the folder cannot be written, or not seen by all ranks; or another run's checkpoints are there.
+            CheckpointError: something in ``state`` cannot be saved.
+            VerificationError, MisuseError, NonFiniteError: as :meth:`state_dict`.
+        """
+        path: Path = self._checkpoints.save(Path(folder), keep=keep, own=state or {})
+        return path
+
+    def resume(self, folder: str | PathLike[str], *, state: MutableMapping[str, Any] | None = None) -> int:
+        """Continues from the newest whole checkpoint that :meth:`save` has left there; a collective.
+
+        Any engine reads it, on any number of ranks. On as many as saved it, the loop goes on bit for bit.
+
+        Args:
+            folder: as :meth:`save` was given it; damaged checkpoints in it are passed over, with a warning.
+            state: as :meth:`save` was given it: objects get their state back by ``load_state_dict()``, and other values
+                are put into the mapping.
+
+        Returns:
+            The step to go on from; 0 where nothing was saved yet, and nothing is changed.
+
+        Raises:
+            CheckpointError: there are checkpoints and none is whole; or it is another model's or optimizer's.
+            MisuseError: in the middle of a window.
+        """
+        self._expect_no_window("resume()")
+        self._counter.sum_together("resume()")  # a rank alone would wait for the others
+        self._evaluation_weights.eval()
+        step: int = self._checkpoints.resume(Path(folder), own={} if state is None else state)
+        return step
+
+    @cached_property
+    def _checkpoints(self) -> Any:
+        from distaccum.program import LOOP_CHECKPOINTS, load  # noqa: PLC0415  in loops that save
+
+        return load(LOOP_CHECKPOINTS)(self)
 
     def restore(
         self, progress: Progress, position: Mapping[str, Any], data: Any, spikes: Mapping[str, Any] | None = None

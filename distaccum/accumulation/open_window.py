@@ -169,7 +169,7 @@ class OpenWindow:
                 self._failed(value)
             return
         if self.phase is not Phase.BACKWARD:
-            remedy = "call acc.backward() in it, also for a loss of zero"
+            remedy = "call acc.backward(loss) in it and not loss.backward(), also for a loss of zero"
             self._expect_or_tell(Phase.BACKWARD, "the end of accumulate()", remedy)
         self._left -= 1
         if self._left:

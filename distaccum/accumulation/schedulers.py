@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
 from distaccum.engines.base import Engine, StateLayout
-from distaccum.engines.group_settings import set_setting
 from distaccum.errors import ConfigError, MisuseError
 
 # Optimizers that train with other weights than those to evaluate, as schedule-free ones do.
@@ -96,6 +95,11 @@ class OwnedScheduler:
         self.takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         scheduler.__class__ = _owned(type(scheduler))
 
+    @property
+    def name(self) -> str:
+        """Its class's."""
+        return self._class.__name__
+
     def step(self) -> None:
         """Steps after an applied update, unless it takes a metric."""
         if not self.takes_metric:
@@ -111,12 +115,7 @@ class OwnedScheduler:
         return deepcopy(self._scheduler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave, or what 0.1 did: with the settings of the optimizer's groups."""
-        if state.keys() == {"scheduler", "groups"}:
-            for group, settings in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=True):
-                for key, value in settings.items():
-                    set_setting(group, key, value)
-            state = state["scheduler"]
+        """Restores what :meth:`state_dict` gave."""
         self._scheduler.load_state_dict(deepcopy(state))
 
     def release(self) -> None:

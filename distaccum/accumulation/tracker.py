@@ -122,7 +122,7 @@ class ProgressTracker:
         self._engine, self._world, self._meet = engine, engine.world, meet
         self.spikes, self._most_spikes = spikes, max_skips
         self._too_many_spikes = ""
-        self._schedule, self._schedulers = schedule, schedulers
+        self._schedule, self.schedulers = schedule, schedulers
         self._max_skips = max_skips if skips or engine.facts.min_loss_scale is not None else 1
         self._progress = self._known_progress = Progress()
         self.skips_in_a_row = 0
@@ -232,7 +232,7 @@ class ProgressTracker:
         self._progress = self._progress.after(samples=window.samples, tokens=tokens, applied=applied, finite=finite)
         self._known_progress = self._progress
         self._world.activity.step = self._progress.step
-        for scheduler in self._schedulers if applied else ():
+        for scheduler in self.schedulers if applied else ():
             scheduler.step()
         if self.spikes is not None and outcome.step is not None and self.spikes.note(outcome.step.norm):
             self._tell_of_spike(self.spikes)

@@ -82,22 +82,6 @@ class RunState:
     memory: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(folder: Path, engine: Engine, run: RunState, data: Any, world: World) -> dict[str, str]:
-    """Writes this rank's part of a checkpoint into ``folder``, where it is durable then; all ranks call it.
-
-    Args:
-        folder: exists already.
-        engine: gives its state.
-        run: the rest.
-        data: the state of this rank's loader; None for data whose position says it all.
-        world: this rank.
-
-    Returns:
-        By name the digests of the files, hashed while this rank wrote them.
-    """
-    return Part.of(engine, run, data, world).write(folder)
-
-
 class Average(Protocol):
     """An average of the weights, next to the model."""
 
@@ -120,7 +104,15 @@ class Part:
 
     @classmethod
     def of(cls, engine: Engine, run: RunState, data: Any, world: World, *, average: Average | None = None) -> Part:
-        """This rank's, between two windows; a collective. The arguments are those of :func:`save`, and an average."""
+        """This rank's, between two windows; a collective.
+
+        Args:
+            engine: gives its state.
+            run: the rest.
+            data: the state of this rank's loader; None for data whose position says it all.
+            world: this rank.
+            average: of the weights, if the run keeps one.
+        """
         state = engine.state()
         shared = engine.facts.state_layout is StateLayout.SHARDED
         model = tensors.share("model", state.model, world, shared=shared)
@@ -164,7 +156,7 @@ class Part:
         yield from self.rest.items()
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Writes it; see :func:`save`."""
+        """Writes it into a folder that is there, durably; gives by name the digests of its files."""
         with HashingWriter(folder) as writer:
             for name, content in self.files():
                 writer.write(name, content)
@@ -256,7 +248,8 @@ def restore(
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder} does not fit this model and optimizer: {error}") from error
+        problem = " ".join(str(error).split())  # one line, whatever torch said
+        raise CheckpointError(f"{folder} does not fit this model and optimizer: {problem}") from error
     if saved.world_size != world.size:
         return False, None
     _restore_generators(folder / f"random-{world.rank}.json", world)

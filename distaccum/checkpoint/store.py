@@ -40,7 +40,7 @@ _CHECKPOINTS = "checkpoints"
 _REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d+)")
 # What is read of a checkpoint: see state.py. A file of such a name that is not in the manifest would be read, too.
-_READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|data-\d+\.pt$")
+_READ = re.compile(r"(model|optimizer)\b.*\.safetensors$|state\.json$|random-\d+\.json$|(data|loop)-\d+\.pt$")
 _IN_THE_WAY = "it was in the way of a checkpoint of this run"
 _TRY_AGAIN = "that is no damage, and nothing was changed. Mend the file system, and start again"
 

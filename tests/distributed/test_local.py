@@ -13,10 +13,11 @@ import pytest
 from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, status
 
 LOCAL = ROOT / "launch" / "local.py"
+OWN_LOOP = ROOT / "tests" / "distributed" / "workers" / "own_loop.py"
 
 
-def _start(*arguments: object, **extra: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(LOCAL), *map(str, arguments)]
+def _start(*arguments: object, script: str = str(LOCAL), **extra: str) -> subprocess.Popen[str]:
+    command = [sys.executable, *script.split(), *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**extra)
     )
@@ -59,3 +60,58 @@ def test_a_run_that_is_asked_to_leave_saves(tmp_path: Path) -> None:
     found = status(tmp_path)
     assert found["state"] == "preempted"
     assert (tmp_path / "checkpoints" / f"step-{found['step']}").is_dir()
+
+
+def _launch(*arguments: object, **extra: str) -> subprocess.Popen[str]:
+    return _start(*arguments, script="-m distaccum launch", **extra)
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_told_to_leave_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """On two processes, where ``auto`` is one on the CPU."""
+    weights = []
+    for name in ("whole", "told"):
+        folder = tmp_path / name
+        process = _launch("--nproc=2", OWN_LOOP, 0.2 if name == "told" else 0, RUN_DIR=str(folder))
+        if name == "told":
+            deadline = time.monotonic() + 100
+            while not (folder / "begun").exists():
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+        said, error = process.communicate(timeout=100)
+        assert (process.returncode, said, error) == (0, "from step 0 on 2\n", "")
+        if name == "told":
+            step = int((folder / "checkpoints" / "latest").read_text().removeprefix("step-"))
+            assert 5 <= step < 36
+            process = _launch(OWN_LOOP, RUN_DIR=str(folder), NPROC="2")
+            said, error = process.communicate(timeout=100)
+            assert (process.returncode, said, error) == (0, f"from step {step} on 2\n", "")
+        weights.append((folder / "checkpoints" / "step-36" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    process = _launch(OWN_LOOP, RUN_DIR=str(tmp_path / "told"))
+    assert process.communicate(timeout=100) == ("from step 36 on 1\n", "")
+
+
+FAILS = "import os, sys; print('begins'); sys.exit(3 if os.environ['RANK'] == '1' else 0)"
+KILLED = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '0' else time.sleep(60)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "code", "message"),
+    [
+        (FAILS, 3, "rank 1 of 2 ended with exit code 3 (process "),
+        (KILLED, 128 + 9, "rank 0 of 2 was killed by SIGKILL (process "),
+    ],
+)
+def test_a_program_that_fails_is_told_in_one_line(tmp_path: Path, program: str, code: int, message: str) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    process = _launch("--nproc", 2, file)
+    _, error = process.communicate(timeout=100)
+    assert process.returncode == code
+    assert error.startswith(f"distaccum launch: {file}: {message}")
+    assert error.endswith("); what it has printed says why\n")
+    assert error.count("\n") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def _saved(folder: Path, world: World, name: str) -> tuple[Path, Engine]:
     engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world, engine=engine_config(name))
     run = state.RunState(progress=Progress(), position={}, wandb_id="", config={}, callbacks={})
     store = CheckpointStore(folder, keep=0)
-    return store.save(1, world, partial(state.save, engine=engine, run=run, data=None, world=world)), engine
+    return store.save(1, world, state.Part.of(engine, run, None, world).write), engine
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "deepspeed"])
@@ -121,9 +120,7 @@ def test_the_command(gloo_world: World, tmp_path: Path, monkeypatch: pytest.Monk
 def _checkpoint(model: nn.Module, folder: Path, world: World) -> Path:
     engine = create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), world)
     run = state.RunState(progress=Progress(), position={}, wandb_id="", config={}, callbacks={})
-    saved = CheckpointStore(folder, keep=0).save(
-        1, world, partial(state.save, engine=engine, run=run, data=None, world=world)
-    )
+    saved = CheckpointStore(folder, keep=0).save(1, world, state.Part.of(engine, run, None, world).write)
     engine.close()
     return saved
 

@@ -15,6 +15,7 @@ from tests.support.commands import ROOT, status, succeed
 
 pytestmark = pytest.mark.slow
 
+OWN_LOOP = ROOT / "tests" / "distributed" / "workers" / "own_loop.py"
 _DONE = {"state": "done", "step": STEPS, "reason": ""}
 
 
@@ -48,6 +49,23 @@ def test_told_to_stop_it_saves_and_goes_on_bitwise(cluster: Cluster, whole: Path
     cluster.wait(job)
     assert 12 <= _went_on_once(cluster, job, tmp_path) < STEPS
     assert exact(tmp_path) == exact(whole)
+
+
+def test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise(cluster: Cluster, tmp_path: Path) -> None:
+    """One that uses ``acc.save`` and ``acc.resume``, told to stop by the same signal."""
+    weights = []
+    for name, seconds in (("whole", 0), ("told", 0.3)):
+        folder = tmp_path / name
+        job = submit(cluster, seconds, options=("--nodes=2",), RUN_DIR=str(folder), PROGRAM=str(OWN_LOOP))
+        if name == "told":
+            cluster.wait_for((folder / "begun").exists, job)
+            cluster.tell_to_stop(job)
+        assert cluster.wait(job) == "COMPLETED", cluster.output(job)
+        weights.append((folder / "checkpoints" / "step-36" / "model.safetensors").read_bytes())
+    assert cluster.fields(job)["Restarts"] == "1"
+    (step,) = map(int, re.findall(r"requeued at step (\d+)", cluster.output(job)))
+    assert f"from step {step} on 2" in "".join(logs(folder).values())
+    assert weights[0] == weights[1]
 
 
 def test_cancelled_it_is_gone_and_stays_so(cluster: Cluster, tmp_path: Path) -> None:

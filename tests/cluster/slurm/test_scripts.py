@@ -122,6 +122,9 @@ def test_a_run_directory_that_would_change_is_refused(tmp_path: Path) -> None:
     assert "hydra.run.dir=runs/${now:%H}: must be the same after a requeue" in refused.stderr
 
 
+_FAKES = 'squeue() { echo RUNNING; }; scontrol() { echo scontrol "$@"; }; sleep() { exit 0; }'
+
+
 def _go_on(run_dir: Path, step: int, restarts: int) -> subprocess.CompletedProcess[str]:
     """What is done with a preempted run that has saved ``step``; Slurm's commands only say that they were called."""
     for folder in ("slurm", "checkpoints"):
@@ -131,8 +134,7 @@ def _go_on(run_dir: Path, step: int, restarts: int) -> subprocess.CompletedProce
     reached = step + restarts  # and not saved
     text = f'{{\n  "state": "preempted",\n  "step": {reached},\n  "reason": ""\n}}\n'
     run_dir.joinpath("status.json").write_text(text)
-    commands = 'squeue() { echo RUNNING; }; scontrol() { echo scontrol "$@"; }; sleep() { exit 0; }'
-    return _shell(f"{commands}; chain=; run_dir={run_dir}; go_on", SLURM_RESTART_COUNT=str(restarts))
+    return _shell(f"{_FAKES}; chain=; run_dir={run_dir}; go_on", SLURM_RESTART_COUNT=str(restarts))
 
 
 def test_a_run_that_gets_nowhere_is_not_requeued_for_ever(tmp_path: Path) -> None:
@@ -150,3 +152,33 @@ def test_requeues_are_limited(tmp_path: Path) -> None:
     ended = _go_on(tmp_path, 2, 100)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert f"RUN_DIR={tmp_path}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "ends", "says"),
+    [
+        ("step_code=0; asked=", "", 0, "own.py ended with 0, and has saved step 7"),
+        ("step_code=0; asked=yes", "", 0, "scontrol requeue 1"),
+        ("step_code=1; asked=yes", "", 0, "scontrol requeue 1"),
+        ("step_code=1; asked=", "", 1, "srun ended with 1"),
+        ("step_code=0; asked=", '  "state": "preempted",\n', 0, "scontrol requeue 1"),  # with a Trainer in it
+    ],
+)
+def test_how_a_program_of_ones_own_ends(tmp_path: Path, how: str, status: str, ends: int, says: str) -> None:
+    for folder in ("slurm", "checkpoints"):
+        tmp_path.joinpath(folder).mkdir()
+    tmp_path.joinpath("checkpoints", "latest").write_text("step-7\n")
+    tmp_path.joinpath("status.json").write_text(status)
+    before = "" if status else "$(stat -c %i.%Y $run_dir/status.json)"
+    begun = f"{_FAKES}; run_dir={tmp_path}; chain=; ended=; nodes=1; written={before}"
+    ended = _shell(f"{begun}; {how}; finish", PROGRAM="own.py")
+    assert ended.returncode == ends
+    assert says in ended.stdout + ended.stderr
+
+
+def test_a_program_of_ones_own_is_refused_before_it_starts(tmp_path: Path) -> None:
+    start = f"run_dir={tmp_path}; chain=; choose_processes() {{ nodes=1; }}; container=(); srun_options=()"
+    for more, message in (({}, "PROGRAM=no.py: no such file in"), ({"ELASTIC": "1"}, "ELASTIC=1: runs of the Trainer")):
+        refused = _shell(f"{start}; choose_environment() {{ :; }}; train --lr 3", PROGRAM="no.py", **more)
+        assert refused.returncode == 2
+        assert message in refused.stderr

@@ -137,8 +137,10 @@ def out_of_order(world: World, *, how: str) -> None:
                 if odd and how == "goes on after an error":
                     raise UserError
                 acc.backward(total)
-        if odd and how in ("leaves and saves", "leaves and closes", "leaves for other data"):
+        if odd and how.startswith("leaves "):
             break
+    if how == "leaves and resumes":
+        acc.resume("nowhere")
     if how == "leaves and closes":
         acc.close()
     if how == "leaves for other data" and world.rank == 1:
@@ -298,7 +300,7 @@ CASES: dict[str, Callable[[World], Any]] = {
         how: partial(out_of_order, how=how)
         for how in (
             *("break", "continue", "no backward", "goes on after an error"),
-            *("leaves and saves", "leaves and closes", "leaves for other data"),
+            *("leaves and saves", "leaves and resumes", "leaves and closes", "leaves for other data"),
         )
     },
     **{f"edited, {then}": partial(edited, then=then) for then in ("state", "close", "error")},

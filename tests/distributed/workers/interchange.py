@@ -1,8 +1,8 @@
 """Run by torchrun: trains on each engine, saves half-way, and goes on from every checkpoint there is.
 
-``interchange.py save|resume FOLDER RESULT PRECISION [ENGINE ...]``. ``save`` writes ``FOLDER/ENGINE-WORLD/step-3``, and
-the losses of an uninterrupted run; ``resume`` goes on from each of those with each engine. Both write JSON: losses, and
-bytes of the final weights, by name.
+``interchange.py save|resume FOLDER RESULT PRECISION [ENGINE ...]``. ``save`` writes a checkpoint of step 3 into
+``FOLDER/ENGINE-WORLD``, and the losses of an uninterrupted run; ``resume`` goes on from each of those with each engine.
+Both write JSON: losses, what each rank's generator gave, and bytes of the final weights, by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 from torch import Tensor
 
 from distaccum import Accumulator, World
-from distaccum.checkpoint import state as checkpoint
-from distaccum.checkpoint.store import CheckpointStore, verify
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.engines.state import whole_state
@@ -62,7 +59,9 @@ class Run:
             world=world,
             schedule=lambda step: 0.9**step,
         )
-        self.losses: list[float] = []
+        torch.manual_seed(10 * seed + world.rank)
+        self.own: dict[str, Any] = {"losses": []}
+        self.drawn: list[float] = []
 
     def train(self, windows: int) -> None:
         """Until so many were run in all."""
@@ -72,27 +71,10 @@ class Run:
                     with self.acc.accumulate():
                         inputs, labels = micro.batch
                         self.acc.backward(cross_entropy(self.acc.model(inputs), labels)[0])
-                self.losses.append(self.acc.mean_loss())
+                self.own["losses"].append(self.acc.mean_loss())
+                self.drawn.append(torch.rand(()).item())
                 if self.acc.progress.window >= windows:
                     break
-
-    def save(self, root: Path) -> None:
-        """As a loop does."""
-        world, acc = self.acc.world, self.acc
-        run = checkpoint.RunState(
-            progress=acc.progress, position=acc._cursor.state()["position"], wandb_id="", config={}, callbacks={}
-        )
-        store = CheckpointStore(root, keep=0)
-        store.save(
-            acc.progress.step, world, partial(checkpoint.save, engine=acc.engine, run=run, data=None, world=world)
-        )
-
-    def restore(self, folder: Path) -> None:
-        """As a loop does."""
-        verify(folder)
-        saved = checkpoint.read(folder)
-        checkpoint.restore(saved, self.acc.engine, self.acc.world)
-        self.acc.restore(saved.run.progress, saved.run.position, None)
 
     def result(self) -> dict[str, Any]:
         """Losses, loss scale, and a digest of weights and optimizer state."""
@@ -103,7 +85,8 @@ class Run:
                 digest.update(name.encode() + part[name].detach().cpu().contiguous().numpy().tobytes())
         progress = asdict(self.acc.progress)
         return {
-            "losses": self.losses,
+            "losses": self.own["losses"],
+            "drawn": self.acc.world.all_gather_object(self.drawn[-(ALL - BEFORE) :]),
             "digest": digest.hexdigest(),
             "scaler": dict(state.scaler),
             "clocks": progress,
@@ -122,14 +105,13 @@ def main() -> None:
         if mode == "save":
             run = Run(engine, precision, world, seed=1)
             run.train(BEFORE)
-            run.save(root / f"{name}-{world.size}")
+            run.acc.save(root / f"{name}-{world.size}", state=run.own)
             run.train(ALL)
             found[name] = run.result()
             continue
         for saved in sorted(root.iterdir()):
             run = Run(engine, precision, world, seed=2)  # other weights: those of the checkpoint have to come
-            (folder,) = saved.glob("step-*")
-            run.restore(folder)
+            assert run.acc.resume(saved, state=run.own) == BEFORE
             run.train(ALL)
             found[f"{saved.name} -> {name}"] = run.result()
     everyone = world.all_gather_object({name: one["digest"] for name, one in found.items()})

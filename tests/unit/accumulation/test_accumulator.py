@@ -26,25 +26,20 @@ from distaccum.data.hooks import WindowHook
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
-from distaccum.errors import BatchStatisticsWarning, CheckpointError, ConfigError, DataError, MisuseError
+from distaccum.errors import BatchStatisticsWarning, ConfigError, DataError, MisuseError
+from tests.support.accumulators import Loss
 
 DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(10)]
 
 
-def _count(batch: Tensor) -> int:
-    return len(batch)
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    total: Tensor = (model(batch) - 1).square().sum()
-    return total
+_loss = Loss()
 
 
 def _make(world: World, **options: Any) -> tuple[Accumulator, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "count": _count}
+    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "count": len}
     return Accumulator(model, optimizer, world=world, **(sizes | options)), optimizer
 
 
@@ -67,7 +62,7 @@ def test_windows_and_outcomes(gloo_world: World) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     acc = Accumulator(
-        model, optimizer, global_batch_size=4, micro_batch_size=2, count=_count, scheduler=scheduler, world=gloo_world
+        model, optimizer, global_batch_size=4, micro_batch_size=2, count=len, scheduler=scheduler, world=gloo_world
     )
     sizes = []
     for window in acc.windows(DataLoader(DATA, batch_size=2, shuffle=True)):
@@ -96,7 +91,7 @@ def test_a_count_that_is_known_after_the_forward_gives_the_same(
     gloo_world: World, fused: bool, on_the_device: bool
 ) -> None:
     found = []
-    for count in (_count, None):
+    for count in (len, None):
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=fused)
@@ -149,26 +144,6 @@ def test_windows_that_count_nothing_are_skipped(gloo_world: World, counted_befor
         _epoch(_make(gloo_world, count=lambda batch: 0)[0], DATA)
 
 
-def test_state_in_the_middle_of_an_epoch_goes_on_bitwise(gloo_world: World) -> None:
-    loader = DataLoader(DATA, batch_size=2, shuffle=True)
-    whole, _ = _make(gloo_world)
-    for _ in range(2):
-        _epoch(whole, loader)
-    first, _ = _make(gloo_world)
-    _epoch(first, loader, windows=2)
-    state = first.state_dict()
-    second, _ = _make(gloo_world)
-    second.load_state_dict(state)
-    while second.progress.epoch < 2:
-        _epoch(second, loader)
-    assert second.progress == whole.progress
-    assert all(map(torch.equal, _weights(second), _weights(whole)))
-    other, _ = _make(gloo_world, global_batch_size=6)
-    other.load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"batch\.global_size=4, and this loop has batch\.global_size=6"):
-        _epoch(other, loader)
-
-
 def test_a_break_leaves_the_rest_of_the_epoch_for_the_next_loop(gloo_world: World) -> None:
     acc, _ = _make(gloo_world)
     _epoch(acc, DATA, windows=1)
@@ -176,184 +151,129 @@ def test_a_break_leaves_the_rest_of_the_epoch_for_the_next_loop(gloo_world: Worl
     assert (acc.progress.step, acc.progress.epoch, acc.progress.samples) == (3, 1, 10)
 
 
-def test_stop_ends_before_the_next_window(gloo_world: World) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_ends_before_the_next_window_and_a_stream_after_the_one_that_was_taken(
+    gloo_world: World, stream: bool
+) -> None:
     acc, _ = _make(gloo_world)
-    for window in acc.windows(DATA):
-        acc.step(window, _Loss())
+    for window in acc.windows(iter(torch.stack(DATA).split(2)) if stream else DATA):
+        acc.step(window, _loss)
         acc.stop()
     assert acc.stopping
-    assert acc.progress.step == 1
+    assert acc.progress.step == 1 + stream
 
 
-def test_stop_ends_a_stream_after_the_window_that_was_taken(gloo_world: World) -> None:
-    acc, _ = _make(gloo_world)
-    for window in acc.windows(iter(torch.stack(DATA).split(2))):
-        acc.step(window, _Loss())
-        acc.stop()
-    assert acc.progress.step == 2
+def _backward(acc: Accumulator, batch: Tensor) -> None:
+    acc.backward(_loss(acc.model, batch))
 
 
-class _Loss:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return _loss(model, batch)
+def _twice(acc: Accumulator, batch: Tensor) -> None:
+    _backward(acc, batch)
+    _backward(acc, batch)
 
 
-def _steps_by_hand(acc: Accumulator, optimizer: Any) -> None:
+def _loop(
+    acc: Accumulator,
+    within: Callable[[Accumulator, Tensor], object] = _backward,
+    after: Callable[[], object] = lambda: None,
+    runs: tuple[int, int] = (1, 1),
+) -> None:
+    """Calls ``within`` in a micro-step and ``after`` behind it; how often each micro-batch of a window runs."""
     for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-            optimizer.step()
-
-
-def _zeroes_by_hand(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-            optimizer.zero_grad(set_to_none=False)
-
-
-def _backward_outside(acc: Accumulator, optimizer: Any) -> None:
-    acc.backward(_loss(acc.model, DATA[0][None]))
-
-
-def _backward_after_the_window(acc: Accumulator, optimizer: Any) -> None:
-    _epoch(acc, DATA, windows=1)
-    acc.backward(_loss(acc.model, DATA[0][None]))
-
-
-def _backward_twice(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-                acc.backward(_loss(acc.model, micro.batch))
-
-
-def _micro_batch_twice(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            for _ in range(2):
+        for micro, times in zip(window, runs, strict=True):
+            for _ in range(times):
                 with acc.accumulate():
-                    acc.backward(_loss(acc.model, micro.batch))
+                    within(acc, micro.batch)
+                after()
 
 
-def _torch_backward(acc: Accumulator, optimizer: Any) -> None:
+def _leaves_a_window(acc: Accumulator) -> None:
     for window in acc.windows(DATA):
         for micro in window:
             with acc.accumulate():
-                _loss(acc.model, micro.batch).backward()
-
-
-def _forgets_a_micro_batch(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for i, micro in enumerate(window):
-            if i == 0:
-                continue
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-
-
-def _forgets_the_last_micro_batch(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for i, micro in enumerate(window):
-            if i == 1:
-                continue
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-
-
-def _leaves_a_window(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
+                _backward(acc, micro.batch)
             break
 
 
-def _ignores_a_window(acc: Accumulator, optimizer: Any) -> None:
+def _ignores_a_window(acc: Accumulator) -> None:
     for _ in acc.windows(DATA):
         pass
 
 
-def _goes_past_the_engine(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.engine.unwrapped_model, micro.batch))
+MISUSE: dict[str, tuple[Callable[[Accumulator, Any], object], str]] = {
+    "steps by hand": (
+        lambda acc, optimizer: _loop(acc, after=optimizer.step),
+        r"optimizer\.step\(\) was called by hand: delete the line",
+    ),
+    "zeroes by hand": (
+        lambda acc, optimizer: _loop(acc, after=lambda: optimizer.zero_grad(set_to_none=False)),
+        r"optimizer\.zero_grad\(\) was called by hand: delete the line",
+    ),
+    "zeroes the model": (
+        lambda acc, _: _loop(acc, after=acc.model.zero_grad),
+        r"model\.zero_grad\(\) was called by hand: delete the line",
+    ),
+    "zeroes the bare model": (
+        lambda acc, _: _loop(acc, after=lambda: acc.engine.unwrapped_model.zero_grad(set_to_none=False)),
+        r"model\.zero_grad\(\) was called by hand: delete the line",
+    ),
+    "backward outside": (lambda acc, _: _backward(acc, DATA[0][None]), r"backward\(\) outside a window"),
+    "backward twice": (
+        lambda acc, _: _loop(acc, _twice),
+        r"backward\(\) in accumulate\(\), after its backward\(\)",
+    ),
+    "a micro-batch twice": (lambda acc, _: _loop(acc, runs=(2, 1)), r"accumulate\(\) between two micro-batches"),
+    "torch's backward": (
+        lambda acc, _: _loop(acc, lambda acc, batch: _loss(acc.model, batch).backward()),
+        r"the end of accumulate\(\) in accumulate\(\), before its backward\(\): call acc\.backward\(loss\) in it and",
+    ),
+    "forgets a micro-batch": (
+        lambda acc, _: _loop(acc, runs=(0, 1)),
+        r"the next micro-batch before the micro-batch's accumulate\(\)",
+    ),
+    "forgets the last one": (
+        lambda acc, _: _loop(acc, runs=(1, 0)),
+        r"the end of the window before the micro-batch's accumulate\(\)",
+    ),
+    "leaves a window": (
+        lambda acc, _: _leaves_a_window(acc),
+        r"the next window between two micro-batches: run every micro-batch",
+    ),
+    "ignores a window": (
+        lambda acc, _: _ignores_a_window(acc),
+        r"the next window between two micro-batches: run every micro-batch",
+    ),
+    "goes past the engine": (
+        lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.engine.unwrapped_model, batch))),
+        r"the forward went past the engine.*call acc\.model",
+    ),
+    "counts differently": (
+        lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.model, batch), 17)),
+        r"with the count 17 where count= gave \{'loss': 2\}",
+    ),
+    "saves in a window": (
+        lambda acc, _: _loop(acc, after=acc.state_dict),
+        r"state_dict\(\) between two micro-batches",
+    ),
+    "names differ": (
+        lambda acc, _: _loop(acc, lambda acc, batch: acc.backward({"language": _loss(acc.model, batch)})),
+        r"the losses are \['language'\], and what was counted is \['loss'\]",
+    ),
+}
 
 
-def _counts_differently(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch), 17)
-
-
-def _saves_in_a_window(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-            acc.state_dict()
-
-
-def _names_differ(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward({"language": _loss(acc.model, micro.batch)})
-
-
-def _zeroes_the_model(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-            acc.model.zero_grad()
-
-
-def _zeroes_the_bare_model(acc: Accumulator, optimizer: Any) -> None:
-    for window in acc.windows(DATA):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(_loss(acc.model, micro.batch))
-            acc.engine.unwrapped_model.zero_grad(set_to_none=False)
-
-
-MISUSE: list[tuple[Callable[[Accumulator, Any], None], str]] = [
-    (_steps_by_hand, r"optimizer\.step\(\) was called by hand: delete the line"),
-    (_zeroes_by_hand, r"optimizer\.zero_grad\(\) was called by hand: delete the line"),
-    (_zeroes_the_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
-    (_zeroes_the_bare_model, r"model\.zero_grad\(\) was called by hand: delete the line"),
-    (_backward_outside, r"backward\(\) outside a window"),
-    (_backward_after_the_window, r"backward\(\) outside a window"),
-    (_backward_twice, r"backward\(\) in accumulate\(\), after its backward\(\)"),
-    (_micro_batch_twice, r"accumulate\(\) between two micro-batches"),
-    (_torch_backward, r"the end of accumulate\(\) in accumulate\(\), before its backward\(\): call acc\.backward"),
-    (_forgets_a_micro_batch, r"the next micro-batch before the micro-batch's accumulate\(\)"),
-    (_forgets_the_last_micro_batch, r"the end of the window before the micro-batch's accumulate\(\)"),
-    (_leaves_a_window, r"the next window between two micro-batches: run every micro-batch"),
-    (_ignores_a_window, r"the next window between two micro-batches: run every micro-batch"),
-    (_goes_past_the_engine, r"the forward went past the engine.*call acc\.model"),
-    (_counts_differently, r"with the count 17 where count= gave \{'loss': 2\}"),
-    (_saves_in_a_window, r"state_dict\(\) between two micro-batches"),
-    (_names_differ, r"the losses are \['language'\], and what was counted is \['loss'\]"),
-]
-
-
-@pytest.mark.parametrize(("misuse", "message"), MISUSE, ids=lambda value: getattr(value, "__name__", None))
-def test_misuse_raises_by_name_and_steps_nothing(
-    gloo_world: World, misuse: Callable[[Accumulator, Any], None], message: str
-) -> None:
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse_raises_by_name_and_steps_nothing(gloo_world: World, what: str) -> None:
     acc, optimizer = _make(gloo_world)
+    misuse, message = MISUSE[what]
     with pytest.raises(MisuseError, match=message):
         misuse(acc, optimizer)
-    assert acc.progress.step == (1 if misuse is _backward_after_the_window else 0)
+    assert acc.progress.step == 0
+    acc.abandon()
+    _epoch(acc, DATA, windows=1)
+    with pytest.raises(MisuseError, match=r"backward\(\) outside a window"):
+        _backward(acc, DATA[0][None])
+    assert acc.progress.step == 1
 
 
 def test_a_backward_without_a_count_needs_one(gloo_world: World) -> None:
@@ -428,28 +348,6 @@ def test_a_loader_with_a_plain_batch_sampler_keeps_its_order(gloo_world: World, 
             acc.backward(_loss(acc.model, batch))
     assert sorted(seen) == list(range(10))
     assert (seen == list(range(10))) is not shuffled
-
-
-def _with_scheduler(world: World) -> tuple[Accumulator, Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)  # goes on from the group's own rate
-    acc = Accumulator(
-        model, optimizer, global_batch_size=4, micro_batch_size=2, count=_count, scheduler=scheduler, world=world
-    )
-    return acc, scheduler
-
-
-def test_a_resumed_scheduler_goes_on_from_its_rate(gloo_world: World) -> None:
-    first, _ = _with_scheduler(gloo_world)
-    _epoch(first, DATA, windows=2)
-    second, scheduler = _with_scheduler(gloo_world)
-    second.load_state_dict(first.state_dict())
-    _epoch(second, DATA, windows=1)
-    assert scheduler.get_last_lr() == [0.125]
-    with pytest.raises(MisuseError, match=r"scheduler\.step\(\) was called by hand"):
-        scheduler.step()
 
 
 class Numbers(IterableDataset[Tensor]):

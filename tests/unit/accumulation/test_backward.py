@@ -105,35 +105,28 @@ def _two(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"a": _mean(model, batch), "b": _mean(model, batch)}
 
 
-def test_a_mean_without_a_count_is_refused(gloo_world: World) -> None:
-    acc = _accumulator(gloo_world, count=None)
-    with pytest.raises(MisuseError, match="a mean without its count where none was counted beforehand: pass the count"):
-        _backward(acc, _mean, reduction="mean")
+SEVERAL = "of several means at once: give their sums, by name"
+REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+    (None, _mean, {}, MisuseError, "a mean without its count where none was counted beforehand: pass the count"),
+    (_count, _mean, {"num_items": 17}, MisuseError, r"with the count 17 where count= gave"),
+    (_count, _mean, {"num_items": torch.tensor(3)}, MisuseError, "with a tensor for a count where .*: leave it out"),
+    (lambda batch: {"a": _count(batch), "b": len(batch[0])}, _two, {}, MisuseError, SEVERAL),
+    (_count, _mean, {"num_items": {"loss": 3}}, MisuseError, SEVERAL),
+    *(
+        (_count, _mean, {"reduction": name}, ConfigError, f"reduction={name}: no such choice. Use one of sum, mean")
+        for name in ("none", "Mean", "average")
+    ),
+]
+
+
+@pytest.mark.parametrize(("count", "loss", "options", "kind", "message"), REFUSED)
+def test_what_is_no_mean_over_its_count_is_refused(  # noqa: PLR0917
+    gloo_world: World, count: Any, loss: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    acc = _accumulator(gloo_world, count=count)
+    with pytest.raises(kind, match=message):
+        _backward(acc, loss, **({"reduction": "mean"} | options))
     assert acc.progress.step == 0
-
-
-def test_a_mean_over_another_count_is_refused(gloo_world: World) -> None:
-    with pytest.raises(MisuseError, match=r"with the count 17 where count= gave"):
-        _backward(_accumulator(gloo_world), _mean, 17, reduction="mean")
-
-
-def test_a_tensor_is_no_second_count(gloo_world: World) -> None:
-    with pytest.raises(MisuseError, match="with a tensor for a count where count= gave it already: leave it out"):
-        _backward(_accumulator(gloo_world), _mean, torch.tensor(3), reduction="mean")
-
-
-@pytest.mark.parametrize("reduction", ["none", "Mean", "average"])
-def test_another_reduction_is_refused(gloo_world: World, reduction: str) -> None:
-    with pytest.raises(ConfigError, match=f"reduction={reduction}: no such choice. Use one of sum, mean"):
-        _backward(_accumulator(gloo_world), _mean, reduction=reduction)
-
-
-def test_several_means_are_refused(gloo_world: World) -> None:
-    acc = _accumulator(gloo_world, count=lambda batch: {"a": _count(batch), "b": len(batch[0])})
-    with pytest.raises(MisuseError, match="of several means at once: give their sums, by name"):
-        _backward(acc, _two, reduction="mean")
-    with pytest.raises(MisuseError, match="of several means at once: give their sums, by name"):
-        _backward(_accumulator(gloo_world), _mean, {"loss": 3}, reduction="mean")
 
 
 @pytest.mark.parametrize(

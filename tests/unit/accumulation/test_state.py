@@ -168,6 +168,7 @@ def test_what_is_kept_in_twice_the_precision_goes_on_in_it(gloo_world: World, en
 def test_a_setting_that_was_not_changed_is_the_programs(gloo_world: World) -> None:
     first, optimizer, _ = _make(gloo_world, weight_decay=0.0)
     state = first.state_dict()
+    assert not any(name.startswith("groups.") for name in state["optimizer_values"])  # what has changed, and no more
     optimizer.param_groups[0]["betas"] = (0.5, 0.5)
     changed = first.state_dict()
     first.load_state_dict(state)
@@ -231,20 +232,6 @@ def test_a_schedulers_own_state_can_be_loaded_safely(gloo_world: World, make: Sc
         copied.step(*([1.0] if isinstance(copied, ReduceLROnPlateau) else []))  # nobody's
     acc.close()
     assert type(scheduler) is type(untouched)
-
-
-def test_an_older_state_is_read(gloo_world: World) -> None:
-    acc, _, _ = _make(gloo_world, lambda optimizer: ExponentialLR(optimizer, 0.5))
-    _run(acc, 2)
-    state = acc.state_dict()
-    values = state["optimizer_values"]
-    rate = values.pop("groups.0.0.lr")
-    assert not any(name.startswith("groups.") for name in values)  # what has changed, and no more
-    (scheduler,) = state["schedulers"]
-    resumed, optimizer, _ = _make(gloo_world, lambda optimizer: ExponentialLR(optimizer, 0.5))
-    old = {key: value for key, value in state.items() if key != "batch"}
-    resumed.load_state_dict(old | {"schedulers": [{"scheduler": scheduler, "groups": [{"lr": rate}]}]})
-    assert optimizer.param_groups[0]["lr"] == rate == 0.025
 
 
 def test_what_is_closed_is_as_before(gloo_world: World) -> None:

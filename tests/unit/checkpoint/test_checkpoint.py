@@ -66,7 +66,7 @@ RUN = state.RunState(
 
 
 def _save(store: CheckpointStore, engine: Engine, world: World, step: int, data: Any = None) -> Path:
-    return store.save(step, world, lambda folder: state.save(folder, engine, RUN, data, world))
+    return store.save(step, world, lambda folder: state.Part.of(engine, RUN, data, world).write(folder))
 
 
 def test_training_continues_bitwise_with_its_random_numbers(gloo_world: World, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_each_rank_finds_where_its_data_stood(gloo_world: World, tmp_path: Path)
     engine = _engine(gloo_world)
     ranks = [World(rank=rank, size=2, device=gloo_world.device) for rank in range(2)]
     for world, data in zip(ranks, (first, {"taken": 9}), strict=True):
-        state.save(tmp_path, engine, RUN, data, world)
+        state.Part.of(engine, RUN, data, world).write(tmp_path)
     continued, found = state.restore(state.read(tmp_path), engine, ranks[0])
     assert continued
     assert torch.equal(found["stream"].pop("buffer"), first["stream"].pop("buffer"))

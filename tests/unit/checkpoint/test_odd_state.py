@@ -86,7 +86,9 @@ def _engine(world: World, model: nn.Module, name: str = "ddp", optimizer: Any = 
 
 def _saved(folder: Path, world: World, engine: Engine) -> Path:
     run = state.RunState(progress=Progress(), position={}, wandb_id="", config={}, callbacks={})
-    return CheckpointStore(folder, keep=0).save(1, world, lambda path: state.save(path, engine, run, None, world))
+    return CheckpointStore(folder, keep=0).save(
+        1, world, lambda path: state.Part.of(engine, run, None, world).write(path)
+    )
 
 
 def _filled(model: Odd) -> Odd:

@@ -200,7 +200,7 @@ def test_a_large_optimizer_state_is_in_parts_that_are_read_as_one(
     monkeypatch.setattr(tensors, "_PART", 30_000)
     engine = _engine(gloo_world)
     path = CheckpointStore(tmp_path / "a", keep=0).save(
-        1, gloo_world, partial(state.save, engine=engine, run=RUN, data={"taken": 3}, world=gloo_world)
+        1, gloo_world, state.Part.of(engine, RUN, {"taken": 3}, gloo_world).write
     )
     names = {file.name for file in path.iterdir()}
     parts = {f"optimizer-{i}.safetensors" for i in range(5)}

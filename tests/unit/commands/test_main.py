@@ -88,7 +88,9 @@ def test_help_lists_every_command(
         assert re.search(rf"^  {name} +\w", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["verify", "export", "predict", "report", "doctor", "audit", "wandb-upload"])
+@pytest.mark.parametrize(
+    "command", ["verify", "export", "predict", "report", "doctor", "audit", "wandb-upload", "launch"]
+)
 def test_help_of_a_command_has_usage_and_examples(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +172,7 @@ def test_an_unknown_flag_is_named(
     ("words", "message"),
     [
         ("report --outptu FILE", "--outptu: no such flag; did you mean --output? `distaccum report --help` lists"),
+        ("launch --nosuch train.py --lr", "error: --nosuch: no such flag; did you mean --nproc? `distaccum launch"),
         ("report --out FILE RUN", "--out: no such flag; did you mean --output?"),  # its beginning is not enough
         ("report --output --nosuch", "argument -o/--output: expected one argument"),
         ("report", "the following arguments are required: RUN"),
@@ -194,6 +197,8 @@ def test_what_else_is_wrong_with_the_arguments_is_named(
         ("predict NOWHERE", 2, "out=: no file to write to. Use out=predictions.jsonl or .csv"),
         ("report NOWHERE", 2, "configuration error: RUN=NOWHERE: no such folder"),
         ("wandb-upload NOWHERE", 1, "NOWHERE: no run"),
+        ("launch NOWHERE.py --nproc=2", 2, "PROGRAM=NOWHERE.py: no such file. Name a Python file, or use -m"),
+        ("launch --nproc=0 -m json", 2, "--nproc=0: is no number of processes. Use 1 or more, or auto"),
     ],
 )
 def test_an_error_begins_with_the_command_as_it_was_called(

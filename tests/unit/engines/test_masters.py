@@ -6,7 +6,6 @@ Small whole numbers, of which bf16 rounds none, make the truth exact: it is writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +266,7 @@ def test_exported_weights_are_the_masters_or_their_roundings(name: str, world: i
         acc = _accumulator(model, SGD(model.parameters(), lr=2.0**-6), world, ENGINES[name])
         _train(acc, _linear, 20)
         run = checkpoint_state.RunState(progress=acc.progress, position={}, wandb_id="", config={}, callbacks={})
-        write = partial(checkpoint_state.save, engine=acc.engine, run=run, data=None, world=world)
+        write = checkpoint_state.Part.of(acc.engine, run, None, world).write
         return CheckpointStore(tmp_path / "checkpoints", keep=0).save(20, world, write)
 
     checkpoint = _ranks(world, saved)[0]

@@ -1,0 +1,190 @@
+"""``Accumulator.save`` and ``resume`` on one rank: what is there, what is passed over, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from distaccum import Accumulator
+from distaccum.distributed.world import World
+from distaccum.errors import CheckpointError, ConfigError, MisuseError
+from tests.support.accumulators import Loss
+
+DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
+
+
+def _make(world: World, kind: Any = torch.optim.AdamW, scheduler: Any = ExponentialLR, width: int = 1) -> Accumulator:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, width), nn.Dropout(0.1))
+    optimizer = kind(model.parameters(), lr=0.1)
+    schedulers = None if scheduler is None else scheduler(optimizer, **({"gamma": 0.9} | _MORE.get(scheduler, {})))
+    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": len}
+    return Accumulator(model, optimizer, scheduler=schedulers, world=world, **sizes)
+
+
+_MORE: dict[Any, dict[str, Any]] = {StepLR: {"step_size": 1}}
+
+
+def _run(acc: Accumulator, windows: int, folder: Path | None = None, **options: Any) -> None:
+    while True:
+        for window in acc.windows(DATA):
+            acc.step(window, Loss())
+            if folder is not None:
+                acc.save(folder, **options)
+            windows -= 1
+            if not windows:
+                return
+
+
+def _weights(acc: Accumulator) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in acc.engine.unwrapped_model.parameters()])
+
+
+def _steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def test_a_loop_goes_on_bit_for_bit(gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Into its second epoch; nothing is there at first, and a newest one that is damaged later."""
+    whole = _make(gloo_world)
+    assert whole.resume(tmp_path / "whole") == 0
+    _run(whole, 7)
+    first = _make(gloo_world)
+    _run(first, 6, tmp_path, keep=3)
+    assert _steps(tmp_path) == ["step-4", "step-5", "step-6"]
+    with (tmp_path / "checkpoints" / "step-6" / "loop-0.pt").open("ab") as file:
+        file.write(b"more")
+    second = _make(gloo_world)
+    assert second.resume(str(tmp_path)) == 5
+    assert "step-6: missing, added or changed: loop-0.pt" in caplog.text
+    assert (second.progress.epoch, second.progress.epoch_window) == (1, 1)
+    _run(second, 2)
+    assert torch.equal(_weights(second), _weights(whole))
+    assert second.engine.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**7)
+    second.save(tmp_path, keep=1)
+    second.save(tmp_path, keep=1)  # of the same step: in its place
+    assert _steps(tmp_path) == ["step-7"]
+
+
+def _none_whole(folder: Path, world: World) -> None:
+    for path in (folder / "checkpoints").glob("step-*"):
+        (path / "state.json").unlink()
+    _make(world).resume(folder)
+
+
+def _of_a_trainer(folder: Path, world: World) -> None:
+    for name in _steps(folder):
+        path = folder / "checkpoints" / name
+        (path / "loop-0.pt").unlink()
+        manifest = path / "manifest.json"
+        manifest.write_text("".join(line for line in manifest.read_text().splitlines(True) if "loop" not in line))
+    _make(world).resume(folder)
+
+
+def _within_a_window(folder: Path, world: World) -> None:
+    acc = _make(world)
+    for _ in acc.windows(DATA):
+        acc.save(folder / "other")
+
+
+def _on_other_sizes(folder: Path, world: World) -> None:
+    acc = _make(world)
+    acc.resume(folder)
+    next(iter(acc.windows(DATA[:10])))
+
+
+REFUSED: dict[str, tuple[Callable[[Path, World], object], type[Exception], str]] = {
+    "none is whole": (_none_whole, CheckpointError, r"no whole checkpoint to resume from \(step-1, step-2\)\. Restore"),
+    "a Trainer's": (_of_a_trainer, CheckpointError, r"no checkpoint of Accumulator\.save\(\), but of a Trainer"),
+    "another run's folder": (
+        lambda folder, world: _run(_make(world), 1, folder),
+        ConfigError,
+        r"holds checkpoints of another run \(step-1, step-2\)\. Call acc\.resume\(folder\) before the first window",
+    ),
+    "no folder": (
+        lambda folder, world: _run(_make(world), 1, folder / "file"),
+        ConfigError,
+        r"cannot be used \((Not a directory|File exists)\)\. Choose a folder that you can write to",
+    ),
+    "another optimizer": (
+        lambda folder, world: _make(world, torch.optim.RMSprop).resume(folder),
+        CheckpointError,
+        r"step-2 does not fit .*: the state is that of AdamW, and it would be loaded into RMSprop: continue with the",
+    ),
+    "another schedule": (
+        lambda folder, world: _make(world, scheduler=StepLR).resume(folder),
+        CheckpointError,
+        r"scheduler=StepLR: .*step-2 has the state of ExponentialLR",
+    ),
+    "another model": (
+        lambda folder, world: _make(world, width=2).resume(folder),
+        CheckpointError,
+        r"step-2 does not fit this model and optimizer: .* size mismatch for 0.weight",
+    ),
+    "other data": (_on_other_sizes, CheckpointError, r"saved with samples=16, and this loop has samples=10"),
+    "within a window": (_within_a_window, MisuseError, r"save\(\) between two micro-batches: run every micro-batch"),
+    "a negative number": (
+        lambda folder, world: _make(world).save(folder / "other", keep=-1),
+        ConfigError,
+        r"keep=-1: must be",
+    ),
+    "a state that is code": (
+        lambda folder, world: _make(world).save(folder / "other", state={"best": np.float64(1.0)}),
+        CheckpointError,
+        r"save\(state=\): cannot be saved \(.*numpy.*\): give numbers, strings, tensors",
+    ),
+    "an object that was not saved": (
+        lambda folder, world: _make(world).resume(folder, state={"average": nn.Linear(2, 1)}),
+        CheckpointError,
+        r"resume\(state=\): there is no state of average: .*step-2 has best\. Name what save\(\) was given",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(gloo_world: World, tmp_path: Path, what: str) -> None:
+    _run(_make(gloo_world), 2, tmp_path, state={"best": 1.0})
+    (tmp_path / "file").touch()
+    call, kind, message = REFUSED[what]
+    with pytest.raises(kind, match=message):
+        call(tmp_path, gloo_world)
+
+
+def test_what_is_the_loops_own(gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
+    rows = torch.arange(6.0)[::2]
+    own: dict[str, Any] = {"average": average, "best": 0.5, "seen": {"rows": rows, "names": ["a"]}}
+    _run(_make(gloo_world), 1, tmp_path, state=own)
+    again = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 1))
+    found: dict[str, Any] = {"average": again, "best": 7.0}
+    assert _make(gloo_world).resume(tmp_path, state=found) == 1
+    assert torch.equal(again.module.weight, average.module.weight)
+    assert found["average"] is again
+    assert found["best"] == 0.5
+    assert torch.equal(found["seen"]["rows"], rows)
+    assert found["seen"]["names"] == ["a"]
+    assert not caplog.records
+    caplog.set_level(logging.WARNING)
+    _make(gloo_world).resume(tmp_path)
+    assert "a state of average, best, seen, which is not restored: resume(state=) does not name it" in caplog.text
+
+
+def test_a_loop_that_saves_loads_no_settings_and_no_trainer(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from distaccum import Accumulator\n"
+        "model = torch.nn.Linear(1, 1); optimizer = torch.optim.SGD(model.parameters())\n"
+        "acc = Accumulator(model, optimizer, global_batch_size=1, micro_batch_size=1)\n"
+        f"acc.save({str(tmp_path)!r}); acc.resume({str(tmp_path)!r})\n"
+        "assert not {'hydra', 'omegaconf', 'wandb', 'rich', 'distaccum.train.trainer'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
