@@ -19,7 +19,6 @@ SPLIT = "the streams of ranks 0 and 1 begin with the same items"
 ORDER = "the ranks were given different data: sample 0 of rank 0 is not that of rank 1"
 BEGUN = "the stream is an iterator, which yields its items once, and has begun"
 GROWN = "the dataset holds 48 samples now, and held 44 at the start"
-BARE = "a stream of samples, or of micro-batches. Give DataLoader(data, batch_size=...)"
 REFUSED: dict[str, tuple[str, str, int]] = {
     "bad stream: parts disagree": ("['x'] has 4 and ['boxes'] has 7: state it, as in DataSpec", "['boxes'] has 7", 0),
     "bad stream: not divided": (SPLIT, SPLIT, 0),
@@ -28,8 +27,6 @@ REFUSED: dict[str, tuple[str, str, int]] = {
     "bad stream: only empty batches": ("nothing but empty batches 1000 times in a row", "empty batches", 0),
     "bad stream: rank 1 fails": ("PeerError: rank 1: OSError: the connection of rank 1", "OSError: the connection", 1),
     "bad stream: None": ("the stream yielded None for a batch", "the stream yielded None for a batch", 2),
-    "bad stream: bare samples": (f"data=Lines: {BARE}", f"data=Lines: {BARE}", 0),
-    "bad stream: bare datasets": (f"data=IterableDataset: {BARE}", f"data=IterableDataset: {BARE}", 0),
     "bad stream: datasets not split": ("not split over the 2 ranks", "split_dataset_by_node", 0),
     "bad map: rank 1 fails": ("PeerError: rank 1: OSError: the disk of rank 1 is gone", "OSError: the disk", 0),
     "bad map: rank 1 stalls": (

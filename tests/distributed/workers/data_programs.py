@@ -12,9 +12,7 @@ import random
 import sys
 import time
 import warnings
-from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,15 +77,6 @@ class Rows(Dataset[Any]):
 
 # Batches of every kind -----------------------------------------------------------------------------------------------
 
-Named = namedtuple("Named", ["source", "x", "id"])
-
-
-@dataclass(frozen=True)
-class Fields:
-    source: str
-    x: Tensor
-    id: Tensor
-
 
 class Graphs:
     """As torch_geometric's batch: it knows how many graphs it holds, and moves itself."""
@@ -105,51 +94,21 @@ def packed(x: Tensor, ids: Tensor) -> Any:
     return pack_padded_sequence(steps, torch.full((len(x),), 2), batch_first=True), ids
 
 
-def encoding(x: Tensor, ids: Tensor) -> Any:
-    from transformers import BatchEncoding  # noqa: PLC0415
-
-    return BatchEncoding({"x": x, "id": ids})
-
-
-def jagged(x: Tensor, ids: Tensor) -> Any:
-    return {"words": torch.nested.nested_tensor([torch.ones(int(i) % 3 + 1) for i in ids], layout=torch.jagged)} | {
-        "x": x,
-        "id": ids,
-    }
-
-
-KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # few: tests/unit/data/test_factory.py measures all
     "text first": lambda x, ids: {"source": "wiki", "x": x, "id": ids},
     "arrays": lambda x, ids: {"x": x.numpy(), "id": ids.numpy()},
-    "None first": lambda x, ids: {"mask": None, "x": x, "id": ids},
-    "0-dim first": lambda x, ids: {"weight": torch.tensor(2.0), "x": x, "id": ids},
     "packed": packed,
-    "dataclass": lambda x, ids: Fields("wiki", x, ids),
-    "namedtuple": lambda x, ids: Named("wiki", x, ids),
-    "BatchEncoding": encoding,
-    "nested": lambda x, ids: {"meta": {"epoch": 3, "names": [str(i) for i in ids.tolist()]}, "in": {"x": x, "id": ids}},
     "graphs": Graphs,
-    "jagged": jagged,
     "ragged lists": lambda x, ids: {"words": [[1] * (i % 3 + 1) for i in ids.tolist()], "x": x, "id": ids},
-    "pair of one kind": lambda x, ids: [x, ids.float().unsqueeze(1)],
     "tuple of samples": lambda x, ids: (list(x), [{"id": i} for i in ids.tolist()]),
-    "list of numbers": lambda x, ids: ids.tolist(),
 }
 
 
 def read(batch: Any) -> tuple[Tensor, list[int]]:
     """The rows and ids of a batch of any of the kinds."""
-    if isinstance(batch, list) and isinstance(batch[0], int):
-        return X[batch], batch
     if isinstance(batch, Graphs):
         return batch.nodes[::2], batch.id.tolist()
-    if isinstance(batch, Fields | Named):
-        x, ids = batch.x, batch.id
-    elif isinstance(batch, list | tuple):
-        x, ids = batch
-    else:
-        inner = batch.get("in", batch)
-        x, ids = inner["x"], inner["id"]
+    x, ids = batch if isinstance(batch, list | tuple) else (batch["x"], batch["id"])
     if isinstance(x, tuple):
         x = pad_packed_sequence(x, batch_first=True)[0][:, 0]
     if isinstance(ids, list):
@@ -358,8 +317,6 @@ PROGRAMS: dict[str, Program] = {
     ),
     "bad stream: rank 1 fails": lambda world: Again(partial(fails_in_stream, world)),
     "bad stream: None": lambda world: Again(lambda: itertools.chain(map(_as_dict, batches(world)), [None])),
-    "bad stream: bare samples": Lines,
-    "bad stream: bare datasets": lambda world: hugging_face_stream(world, split=True),
     "bad stream: datasets not split": lambda world: loader(world, hugging_face_stream(world, split=False)),
     "bad map: rank 1 fails": lambda world: FailsOnce(world.rank),
     "bad map: rank 1 stalls": lambda world: loader(world, Stalls(world.rank), num_workers=1, timeout=1),

@@ -183,6 +183,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ranks that drop": (lambda: _of_ranks(drop_last=True), r"DistributedSampler\(drop_last=True\): leaves samples out"),
     "other ranks": (lambda: _of_ranks(num_replicas=2), r"DistributedSampler\(num_replicas=2\): there are 1 ranks"),
     "stream of what": (lambda: DataLoader(Stream(), batch_size=None), "loader=batch_size=None: yields samples, or"),
+    "bare rows": (
+        lambda: datasets.Dataset.from_list([{"x": 1}]).to_iterable_dataset(),
+        r"data=IterableDataset: a stream of samples, or of micro-batches",
+    ),
     "bare stream": (Stream, r"data=Stream: a stream of samples, or of micro-batches\. Give DataLoader"),
 }
 

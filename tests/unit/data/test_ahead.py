@@ -25,6 +25,7 @@ from distaccum.data.plan.tokens import TokenPlan
 from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataWarning
+from tests.unit.data.test_loader import Alone
 
 SAMPLES, GLOBAL, MICRO = 22, 8, 2  # windows of 4, 4 and 3 micro-batches
 WITHIN_S = 30.0
@@ -187,13 +188,6 @@ def test_loading_goes_on_over_epochs_and_where_a_loop_is_left(gloo_world: World)
 
 def test_processes_of_a_rank_without_samples_are_asked_for_none(gloo_world: World) -> None:
     """One global batch of 2 samples has none for rank 0 of 8, in any epoch."""
-
-    class Alone(World):
-        def all_gather_object(self, value: Any) -> list[Any]:
-            return [value] * self.size
-
-        def all_gather_names(self, names: Any) -> tuple[str, ...]:
-            return ("loss",)
 
     world = Alone(rank=0, size=8, device=torch.device("cpu"))
     plan = BatchPlan(samples=2, global_batch_size=2, micro_batch_size=1, world_size=8, seed=0)

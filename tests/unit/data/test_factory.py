@@ -208,6 +208,7 @@ MEASURED: dict[str, tuple[Any, int]] = {
     "nested": ({"a": {"b": [{"c": X}]}, "names": list("abcde")}, 5),
     "ragged lists": ({"ids": [[1], [1, 2], [3], [4], [5]]}, 5),
     "texts": (["a", "bc", "d"], 3),
+    "numbers": ([4, 7, 1], 3),
     "jagged": (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 2),
     "sparse": (torch.eye(5).to_sparse(), 5),
     "pair of one kind": ([X, X], 5),
