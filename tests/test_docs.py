@@ -154,9 +154,6 @@ ELSEWHERE = {
         "tools/test_doctor_command.py::test_the_command_of_the_page_as_torchrun_starts_it"
     ),
     "distaccum export runs/NAME weights.safetensors": "unit/train/test_best.py::test_the_best_weights",
-    "distaccum export checkpoints/step-N my-llama --dtype bf16 --config-from llama": (
-        "tools/test_export.py::test_the_configuration_states_the_format_that_is_written"
-    ),
     "distaccum wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
     'eval "$(distaccum -sc install=bash)"': "unit/commands/test_main.py::test_bash_completes",
     "distaccum train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
@@ -240,9 +237,11 @@ ELSEWHERE |= {
     if command.startswith("python launch/examples/")
     and (on_two := command.replace("python", "torchrun --standalone --nproc-per-node=2", 1)) in COMMANDS
 }
-ELSEWHERE |= dict.fromkeys(
-    _commands_of("docs/models.md", "Fine-tuning"), "distributed/test_finetuning.py::test_the_pages_commands"
-)
+FINETUNING = ("Fine-tune a Hugging Face classifier",)
+for _recipe in FINETUNING:
+    ELSEWHERE |= dict.fromkeys(
+        _commands_of("docs/recipes.md", _recipe), "distributed/test_finetuning.py::test_a_recipe"
+    )
 
 
 def _training(command: str) -> tuple[int, list[str]] | None:

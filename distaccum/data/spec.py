@@ -81,6 +81,7 @@ class DataSpec:
         pad_rows: whether micro-batches of fewer samples than the others are filled up with such rows.
         bytes_per_token: for text, to report bits per byte; None where the loss cannot be read so.
         baselines: computes the bits per byte of simple models on the evaluation samples, by name.
+        classes: their names, in the order of the numbers that labels have; empty where not known.
         tokenizer: from texts to the samples' token ids and back, for the texts of evaluations.
     """
 
@@ -102,6 +103,7 @@ class DataSpec:
     pad_rows: bool = False
     bytes_per_token: float | None = None
     baselines: Callable[[], Mapping[str, float]] = dict
+    classes: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
 
     @property

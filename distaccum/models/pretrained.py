@@ -23,6 +23,7 @@ TASKS = {  # the class of transformers, and PEFT's name
     "sequence_classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
     "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
 }
+_LABELS = {"num_labels", "id2label", "label2id"}
 LORA = {"r": None, "alpha": 16, "dropout": 0.0, "target_modules": None, "modules_to_save": None}
 
 
@@ -35,6 +36,7 @@ def pretrained(
     fresh: Sequence[str] = (),
     base_dtype: str = "fp32",
     lora: Mapping[str, Any] | None = None,
+    from_data: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """A model of transformers, to be trained: in fp32, whatever its files are in, and without a cache of keys.
 
@@ -52,6 +54,8 @@ def pretrained(
         lora: of the adapters, under PEFT's names: ``r``, the rank, null for none; ``alpha``, by which their product is
             multiplied over ``r``; ``dropout`` of their inputs; ``target_modules``, names of layers or ``all-linear``,
             null for PEFT's choice; ``modules_to_save``, that are trained whole.
+        from_data: ``num_labels``, ``id2label``, ``label2id``, ``problem_type`` and ``pad_token_id`` of a classifier's
+            configuration, as the run's data and loss have them; ``options`` come first.
 
     Raises:
         ConfigError: no such model, task or setting; weights are missing that ``fresh`` does not name; PEFT cannot give
@@ -68,7 +72,8 @@ def pretrained(
         problem = "and model.from_config=true, so that every weight begins with random values"
         raise ConfigError("model.fresh", list(fresh), problem, "Leave one of them out")
     adapter = _settings_of(lora or {}, base_dtype)
-    config = _configuration(transformers, name, dict(options or {}), from_config=from_config)
+    told = from_data if from_data and task.endswith("_classification") else {}
+    config = _configuration(transformers, name, dict(options or {}), told, from_config=from_config)
     if hasattr(config, "use_cache"):
         config.use_cache = False  # for generating; in training it would hold every key and value
     kind = getattr(transformers, TASKS[task][0])
@@ -146,17 +151,20 @@ def _adapted(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
     return made
 
 
-def _configuration(transformers: ModuleType, name: str, options: dict[str, Any], *, from_config: bool) -> Any:
+def _configuration(
+    transformers: ModuleType, name: str, options: dict[str, Any], told: Mapping[str, Any], *, from_config: bool
+) -> Any:
     auto = transformers.AutoConfig
     make = auto.for_model if from_config and _is_type(transformers, name) else auto.from_pretrained
     fetched = load(HUB)
     try:
         if make is auto.for_model:
             config = make(name)
-            return make(name, **_checked(options, config)) if options else config
+            settings = _with_labels(_checked(options, config), told, config)
+            return make(name, **settings) if settings else config
         config = fetched("model.name", name, partial(make, name))
-        checked = _checked(options, config)
-        return fetched("model.name", name, partial(make, name, **checked)) if options else config
+        settings = _with_labels(_checked(options, config), told, config)
+        return fetched("model.name", name, partial(make, name, **settings)) if settings else config
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError) as error:
@@ -179,18 +187,37 @@ def _checked(options: dict[str, Any], config: Any) -> dict[str, Any]:
     return options
 
 
+def _with_labels(options: dict[str, Any], told: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The settings with those that data and loss tell.
+
+    A model that has the data's classes in an order of its own keeps it, and is refused where the run is checked.
+    """
+    names, own = told.get("id2label", {}), config.id2label if told else {}
+    keeps = _LABELS & options.keys() or is_reordered(names.values(), [own[i] for i in sorted(own)])
+    return {key: value for key, value in told.items() if key not in _LABELS or not keeps} | options
+
+
+def is_reordered(names: Iterable[str], own: Iterable[str]) -> bool:
+    """Whether these are the same names in another order, by whatever capitals."""
+    one, other = [name.casefold() for name in names], [name.casefold() for name in own]
+    return one != other and sorted(one) == sorted(other)
+
+
 def _read(transformers: ModuleType, kind: Any, name: str, config: Any, fresh: Sequence[str]) -> Any:
-    how = {"use_safetensors": True, "output_loading_info": True, **_dtype(transformers)}
+    how: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    how |= _dtype(transformers)
     model, found = load(HUB)("model.name", name, partial(kind.from_pretrained, name, config=config, **how))
-    missing = sorted(found["missing_keys"])
+    others = {name for name, *_ in found["mismatched_keys"]}  # of another shape: as many classes
+    missing = sorted(others.union(found["missing_keys"]))
     for glob in fresh:
         if not any(fnmatchcase(key, glob) for key in missing):
             problem = f"fits no weight that is missing{near_misses(glob, missing)}"
             raise ConfigError("model.fresh", glob, problem, "Leave it out, or mend it")
     refused = [key for key in missing if not any(fnmatchcase(key, glob) for glob in fresh)]
     if refused:
-        problem = f"has no {shorten(refused)}"
-        remedy = f"Use weights of this {type(model).__name__}; or model.fresh=[{refused[0]}] begins with random values"
+        problem = f"has no {shorten(refused)}{' of that shape' if others.intersection(refused) else ''}"
+        globs = ",".join(dict.fromkeys(f"{key.rpartition('.')[0] or key}.*" for key in refused))
+        remedy = f"Use weights of this {type(model).__name__}; or model.fresh=[{globs}] begins with random values"
         raise ConfigError("model.name", name, problem, remedy)
     return model
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -25,21 +24,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distaccum import program
-from distaccum.checkpoint.files import sync
+from distaccum.checkpoint import state
 from distaccum.checkpoint.store import find, verify
 from distaccum.checkpoint.tensors import TensorFiles, storable
 from distaccum.config.checks import bytes_of
 from distaccum.errors import CheckpointError, ConfigError, shorten
 from distaccum.tools.arguments import Arguments
+from distaccum.tools.hugging_face import CONFIG, FOLDER, copy_tokenizer, merged, whole_folder
 
 # A folder as Hugging Face's ``from_pretrained`` reads it: weights in several files, their index, the configuration.
-
-CONFIG = "config.json"
-# What describes a model and its tokenizer, beside the weights.
-_DESCRIBES = (
-    *(CONFIG, "generation_config.json", "preprocessor_config.json", "chat_template.*"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
-)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -48,7 +41,13 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def save_folder(
-    tensors: Mapping[str, Tensor], folder: Path, *, dtype: torch.dtype | None, shard_bytes: int, source: Path | None
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    source: Path | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder, which is there whole or not at all.
 
@@ -61,13 +60,14 @@ def save_folder(
         shard_bytes: the most of one file, unless a tensor alone has more.
         source: a folder with ``config.json``, which is copied with the tokenizer's files; the format that it states is
             that of the weights written here.
+        settings: of the configuration, in place of those that ``source`` has.
 
     Raises:
         CheckpointError: the folder is there, or ``source`` has no ``config.json`` that can be read.
         OSError: something cannot be written.
     """
-    with _whole(folder) as staged:
-        described = None if source is None else _config(source)
+    with whole_folder(folder) as staged:
+        described = None if source is None else _config(source) | dict(settings or {})
         shards = _shards({name: cast(tensors[name], dtype).nbytes for name in tensors}, shard_bytes)
         homes: dict[str, str] = {}
         size, formats = 0, set[torch.dtype]()
@@ -82,7 +82,11 @@ def save_folder(
             index = {"metadata": {"total_size": size}, "weight_map": homes}
             (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         if source is not None and described is not None:
-            _describe(source, described, formats, staged)
+            copy_tokenizer(source, staged)
+            if len(formats) == 1:  # else from_pretrained would cast them to what the other folder had
+                stated = str(formats.pop()).removeprefix("torch.")
+                described |= {key: stated for key in ("dtype", "torch_dtype") if key in described} or {"dtype": stated}
+            (staged / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
 
 
 def save_adapter(
@@ -92,6 +96,7 @@ def save_adapter(
     dtype: torch.dtype | None,
     names: Mapping[str, str],
     config: Mapping[str, Any],
+    source: Path | None = None,
 ) -> None:
     """Writes adapters as ``PeftModel.from_pretrained`` reads them; the folder is there whole or not at all.
 
@@ -101,40 +106,21 @@ def save_adapter(
         dtype: of floating-point tensors; None: as they are.
         names: PEFT's name of each.
         config: PEFT's description of them.
+        source: a folder whose tokenizer is copied.
 
     Raises:
         CheckpointError: the folder is there, or a tensor is not the adapters'.
         OSError: something cannot be written.
     """
-    with _whole(folder) as staged:
+    with whole_folder(folder) as staged:
         if others := sorted(tensors.keys() ^ names.keys()):
             problem = f"PEFT's files have no place for {shorten(others)}"
             raise CheckpointError(f"{problem}: export one file, NAME.safetensors, for init_from")
         named = {given: cast(tensors[name], dtype) for name, given in names.items()}
         save_whole(named, staged / "adapter_model.safetensors")
         (staged / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder``, which takes its place at the end of the block, or is removed.
-
-    Raises:
-        CheckpointError: ``folder`` is there.
-    """
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there: name another, or remove it")
-    staged = folder.with_name(f".{folder.name}.{token_hex(8)}")
-    staged.mkdir()
-    try:
-        yield staged
-        for path in (*staged.iterdir(), staged):
-            sync(path)
-        staged.rename(folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+        if source is not None:
+            copy_tokenizer(source, staged)
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -202,25 +188,16 @@ def _config(source: Path) -> dict[str, Any]:
     return found
 
 
-def _describe(source: Path, config: dict[str, Any], formats: set[torch.dtype], folder: Path) -> None:
-    for pattern in _DESCRIBES:
-        for path in source.glob(pattern):
-            if path.is_file() and path.name != CONFIG:
-                shutil.copyfile(path, folder / path.name)
-    if len(formats) == 1:  # else from_pretrained would cast them to what the other folder had
-        stated = str(formats.pop()).removeprefix("torch.")
-        config |= {key: stated for key in ("dtype", "torch_dtype") if key in config} or {"dtype": stated}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TRAINED, AVERAGE = "trained", "ema"
+_HEAD = ("architectures", "id2label", "label2id", "problem_type")
 _EPILOG = """\
 examples:
+  distaccum export runs/NAME FOLDER
+  distaccum export runs/NAME FOLDER --merge
   distaccum export runs/NAME weights.safetensors --best
   distaccum export runs/NAME/checkpoints/step-300 weights.safetensors
   distaccum train init_from=weights.safetensors
-  distaccum export runs/NAME/checkpoints/step-300 out --config-from llama
 
 exit codes: 0 done; 2 no such checkpoint, or nowhere to write to
 """
@@ -249,22 +226,27 @@ def export(
     dtype: str | None = None,
     max_shard_size: str = "5GB",
     config_from: Path | None = None,
-    weights: str = TRAINED,
+    weights: str | None = None,
+    merge: bool = False,
 ) -> int:
     """Writes the weights, in fp32 as the optimizer steps them; returns their number.
+
+    A folder is described by what the run wrote of its model: ``config.json`` and the tokenizer's files.
 
     Args:
         checkpoint: a folder ``checkpoints/step-N``.
         target: a safetensors file, or a folder that is not there.
         dtype: of floating-point weights: ``fp32``, ``bf16`` or ``fp16``; None: as they are.
         max_shard_size: of a folder's files.
-        config_from: a folder whose ``config.json`` and tokenizer go into the target's.
-        weights: ``trained``, or ``ema``: their moving average, beside what has none (buffers, and what is not trained).
+        config_from: a folder whose ``config.json`` and tokenizer go into the target's in place of the run's.
+        weights: ``trained``, or ``ema``: their moving average, beside what has none (buffers, and what is not trained);
+            None: those that the run evaluated.
+        merge: whether adapters are merged into the model below them.
 
     Raises:
-        ConfigError: no such size.
+        ConfigError: no such size; or the model below adapters cannot be made.
         CheckpointError: the checkpoint is not there, or damaged, or has no average; the folder is there, or has no
-            configuration.
+            configuration; there are no adapters to merge, or below them are other weights than there were.
         OSError: something cannot be written.
     """
     if not checkpoint.is_dir():
@@ -275,33 +257,48 @@ def export(
     if one_file and config_from is not None:
         raise CheckpointError(f"{target} is one file, and --config-from describes a folder: name a folder")
     verify(checkpoint)
-    tensors: Mapping[str, Tensor] = TensorFiles(checkpoint, "model")
-    if weights == AVERAGE:
-        if not any(checkpoint.glob(f"{AVERAGE}*.safetensors")):
-            raise CheckpointError(f"{checkpoint} has no {AVERAGE}: it is kept by a run with callbacks={AVERAGE}")
-        tensors = _With(TensorFiles(checkpoint, AVERAGE), tensors)
-    adapter = _adapter(checkpoint)
-    form = DTYPES[dtype] if dtype else None
+    adapter, own = _adapter(checkpoint), checkpoint.parent.parent / FOLDER
+    if merge and not adapter:
+        raise CheckpointError(f"{checkpoint} holds no adapters: leave out --merge")
+    if adapter and not (one_file or merge) and config_from is not None:
+        raise CheckpointError(f"{checkpoint} holds adapters, whose folder describes itself: leave out --config-from")
+    weights = weights or average_evaluated(checkpoint) or TRAINED
+    if weights == AVERAGE and not any(checkpoint.glob(f"{AVERAGE}*.safetensors")):
+        raise CheckpointError(f"{checkpoint} has no {AVERAGE}: it is kept by a run with callbacks={AVERAGE}")
+    source = config_from or (own if (own / CONFIG).is_file() and not one_file else None)
+    form, settings = DTYPES[dtype] if dtype else None, dict[str, Any]()
+    tensors: Mapping[str, Tensor]
+    if merge:
+        tensors, settings = merged(checkpoint, average=AVERAGE if weights == AVERAGE else "")
+    else:
+        tensors = TensorFiles(checkpoint, "model")
+        tensors = _With(TensorFiles(checkpoint, AVERAGE), tensors) if weights == AVERAGE else tensors
     if one_file:
         save_whole({name: cast(tensors[name], form) for name in tensors} if form else tensors, target)
-    elif adapter:
-        if config_from is not None:
-            raise CheckpointError(
-                f"{checkpoint} holds adapters, whose folder describes itself: leave out --config-from"
-            )
-        save_adapter(tensors, target, dtype=form, names=adapter["names"], config=adapter["config"])
+    elif adapter and not merge:
+        save_adapter(tensors, target, dtype=form, names=adapter["names"], config=adapter["config"], source=source)
     else:
-        save_folder(tensors, target, dtype=form, shard_bytes=size, source=config_from)
+        if config_from is not None and (own / CONFIG).is_file():  # whatever the other folder's model has for a head
+            settings |= {key: value for key, value in _config(own).items() if key in _HEAD}
+        save_folder(tensors, target, dtype=form, shard_bytes=size, source=source, settings=settings)
     return len(tensors)
+
+
+def average_evaluated(checkpoint: Path) -> str:
+    """The kind of the moving average that the run evaluates; empty: it evaluates the weights that train.
+
+    Raises:
+        CheckpointError: the checkpoint's state cannot be read.
+    """
+    run = state.read(checkpoint).run
+    stated = (*run.config.get("callbacks", {}).values(), *run.callbacks.values())
+    found = any(node.get("evaluate") for node in stated if isinstance(node, Mapping))
+    return AVERAGE if found and any(checkpoint.glob(f"{AVERAGE}*.safetensors")) else ""
 
 
 def _adapter(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint says of the adapters that it holds; empty where it holds a model."""
-    try:
-        facts = json.loads((checkpoint / "state.json").read_text()).get("facts", {})
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{checkpoint}: no readable state.json ({error})") from error
-    found: dict[str, Any] = facts.get("adapters") or {}
+    found: dict[str, Any] = state.read(checkpoint).run.facts.get("adapters") or {}
     return found
 
 
@@ -315,12 +312,13 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; by default as they are trained")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a folder's files: 5GB, the default")
     parser.add_argument(
-        "--config-from", type=Path, metavar="FOLDER", help="whose config.json and tokenizer go into the folder"
+        "--config-from", type=Path, metavar="FOLDER", help="whose config.json and tokenizer take the place of the run's"
     )
     parser.add_argument(
-        "--weights", choices=(TRAINED, AVERAGE), default=TRAINED, help="those that train, or their moving average"
+        "--weights", choices=(TRAINED, AVERAGE), help="those that train, or their moving average; default: as evaluated"
     )
     parser.add_argument("--best", action="store_true", help="of the run, the checkpoint with the best evaluation")
+    parser.add_argument("--merge", action="store_true", help="adapters into their model, which is written whole")
     given = parser.of()
     try:
         checkpoint = find(given.checkpoint, best=given.best)
@@ -331,10 +329,15 @@ def main() -> None:
             max_shard_size=given.max_shard_size,
             config_from=given.config_from,
             weights=given.weights,
+            merge=given.merge,
         )
+        weights = given.weights or average_evaluated(checkpoint) or TRAINED
     except (CheckpointError, ConfigError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    sys.stdout.write(f"{given.target}: {count} tensors of {checkpoint}\n")
+    which = {AVERAGE: "the moving average of the weights", TRAINED: "the weights that train"}[weights]
+    bare = given.target.is_dir() and not any((given.target / name).exists() for name in (CONFIG, "adapter_config.json"))
+    missing = "; no config.json, which --config-from gives" if bare else ""
+    sys.stdout.write(f"{given.target}: {count} tensors of {checkpoint}, {which}{missing}\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError, MisuseError
+from distaccum.tools.hugging_face import class_names
 
 Results = dict[str, float]
 Tables = dict[str, Any]
@@ -104,18 +105,3 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
     except (TypeError, ValueError):  # lists of several lengths
         return None
     return found if found is not None and found.dtype.kind in "biuf" else None
-
-
-def class_names(data: DataSpec, model: nn.Module) -> list[str]:
-    """The classes' names, of a Hugging Face model's or dataset's, or as torchvision's ``classes``; empty: not known."""
-    labels = getattr(getattr(model, "config", None), "id2label", None) or {}
-    found: list[Any] = [[labels[key] for key in sorted(labels)]]
-    for whole in (*data.held_out.values(), data.train):
-        dataset: Any = whole
-        while dataset is not None:
-            features = getattr(dataset, "features", None)
-            of_features = features.values() if isinstance(features, Mapping) else ()
-            found += [getattr(dataset, "classes", None), *(getattr(one, "names", None) for one in of_features)]
-            dataset = getattr(dataset, "dataset", None)  # of a Subset
-    lists = (one for one in found if one and isinstance(one, list | tuple))
-    return next((list(map(str, one)) for one in lists if not str(one[0]).startswith("LABEL_")), [])

@@ -34,10 +34,11 @@ from distaccum.losses.base import AnyLoss, Loss, is_window_loss
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.normalize import as_counts, as_loss_sums
 from distaccum.tools.arguments import Arguments
+from distaccum.tools.export import average_evaluated
+from distaccum.tools.hugging_face import class_names
 from distaccum.tools.inference import agreed, output_of, predict
 from distaccum.tools.rows import place, read_rows
-from distaccum.train import ema
-from distaccum.train.components import TrainingComponents, build_components, build_data
+from distaccum.train.components import TrainingComponents, build_components, build_data, build_model
 
 _EPILOG = """\
 settings:
@@ -75,7 +76,7 @@ def predictions(run: Path, out: Path, settings: Mapping[str, str], world: World)
         raise ConfigError("RUN", run, problem, "Use trainer.load_best() and trainer.predict(dataset) in the program")
     components = _components(record, settings, world)
     weights.check(components.model, checkpoint, key="RUN")
-    weights.fill(components.model, checkpoint, average=_average(record, checkpoint))
+    weights.fill(components.model, checkpoint, average=average_evaluated(checkpoint))
     rows = _rows(components, _dataset(components.data, settings.get("data", _HELD_OUT), record["data"]), world)
     if world.is_main:
         write_text(out, _as_csv(rows) if out.suffix == ".csv" else "".join(json.dumps(row) + "\n" for row in rows))
@@ -111,8 +112,7 @@ def _components(record: Mapping[str, Any], settings: Mapping[str, str], world: W
     if isinstance(spec, LabelledText) and data != record["data"]:
         problem = "would number the classes of other data than the run's"
         raise ConfigError("data", "KEY=VALUE", problem, "Use data=FILE, which keeps the classes of the run")
-    torch.manual_seed(config.seed)
-    model, loss = build("model", config.model), build("loss", config.loss)
+    model, loss = build_model(config, spec), build("loss", config.loss)
     return build_components(config, spec, model, loss, world_size=world.size, device=world.device)
 
 
@@ -121,12 +121,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _average(record: Mapping[str, Any], checkpoint: Path) -> str:
-    """What was evaluated: an average of the weights, or the weights themselves."""
-    averages = any(node.get("evaluate") for node in record.get("callbacks", {}).values() if isinstance(node, Mapping))
-    return ema.KIND if averages and any(checkpoint.glob(f"{ema.KIND}*.safetensors")) else ""
 
 
 def _dataset(data: DataSpec, which: str, stated: Mapping[str, Any]) -> Any:
@@ -162,6 +156,7 @@ def _rows(components: TrainingComponents, dataset: Any, world: World) -> Rows:
         problem = "compares samples with each other, and predicts nothing of one"
         raise ConfigError("loss", type(loss).__name__, problem, "Use trainer.predict(dataset), which represents them")
     problem = "single_label" if isinstance(loss, CrossEntropy) else getattr(loss, "problem", "")
+    names = class_names(components.data, components.model)
     if problem == "single_label" and _labels(longest_micro_batch(components.data, 1)) > 1:
         alone = DataLoader(
             dataset, batch_size=1, collate_fn=components.data.collate
@@ -170,15 +165,21 @@ def _rows(components: TrainingComponents, dataset: Any, world: World) -> Rows:
         return _numbered(found)
     if problem == "single_label":
         found = predict(components, world, dataset, lambda model, batch: _class_of(loss, model, batch))
-        names = _names(components.data)
         rows = _numbered(found)
-        return [row | {"name": names[row["class"]]} for row in rows] if names else rows
+        return [row | {"name": names[row["class"]]} if row["class"] < len(names) else row for row in rows]
     found = predict(components, world, dataset, None)
     if problem == "multi_label":
-        return _numbered({"probabilities": found.sigmoid()})
+        rows = _numbered({"probabilities": found.double().sigmoid()})
+        return [row | {"names": _over_half(names, row["probabilities"])} for row in rows]
+    if problem == "regression" and found.ndim > 1 and found.shape[1:].numel() == 1:
+        found = found.flatten()
     if isinstance(found, Tensor):
         found = {"value": found}
     return _numbered(found)
+
+
+def _over_half(names: Sequence[str], probabilities: Sequence[float]) -> list[str]:
+    return [name for name, probability in zip(names, probabilities, strict=False) if probability > 0.5]  # noqa: PLR2004
 
 
 def _labels(batch: Any) -> int:
@@ -198,19 +199,6 @@ def _loss_of(loss: Loss, model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"loss": (total.double() / (count or 1)).reshape(1), "count": torch.tensor([count])}
 
 
-def _names(data: DataSpec) -> Sequence[str]:
-    """Of the classes, in the order of their numbers, as far as the samples to train on know them."""
-    train: Any = data.train
-    while hasattr(train, "dataset"):  # a Subset
-        train = train.dataset
-    features: Any = getattr(train, "features", {})  # of Hugging Face
-    for known in (getattr(data, "labels", ()), getattr(train, "classes", ())):
-        if known:
-            return [str(name) for name in known]
-    columns = [features[name] for name in ("labels", "label") if isinstance(features, Mapping) and name in features]
-    return next((list(column.names) for column in columns if hasattr(column, "names")), [])
-
-
 def _numbered(columns: Any) -> Rows:
     if not isinstance(columns, Mapping):
         problem = f"gives a {type(columns).__name__} for a batch, which makes no row a sample"
@@ -228,7 +216,7 @@ def _as_csv(rows: Rows) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)
     return text.getvalue()
 
 

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from distaccum.config.extras import install_command
 from distaccum.errors import ConfigError, near_misses
 
-PLAIN, CHAT, EITHER = "text or number", "list of messages", "text or list of messages"
+PLAIN, LABELS = "text or number", "text, number or list"
+CHAT, EITHER = "list of messages", "text or list of messages"
 """What a column may hold."""
-_KINDS = {PLAIN: (str, int, float), CHAT: (list,), EITHER: (str, list)}
+_KINDS = {PLAIN: (str, int, float), LABELS: (str, int, float, list), CHAT: (list,), EITHER: (str, list)}
 _CSV = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _PARQUET = ".parquet"
@@ -28,7 +29,7 @@ def read(path: str, columns: Sequence[tuple[str, str | None]], holds: str, what:
     Args:
         path: of the file.
         columns: the settings that state them, and their names.
-        holds: what a value is, ``PLAIN``, ``CHAT`` or ``EITHER``.
+        holds: what a value is, ``PLAIN``, ``LABELS``, ``CHAT`` or ``EITHER``.
         what: a row is.
     """
     if not Path(path).is_file():
@@ -43,7 +44,7 @@ def read(path: str, columns: Sequence[tuple[str, str | None]], holds: str, what:
                 )
                 raise ConfigError(key, column, problem, "Name one that is there on every line")
             value = "" if column is None else row[column]
-            is_there = isinstance(value, _KINDS[holds]) and (str(value).strip() if holds == PLAIN else value)
+            is_there = isinstance(value, _KINDS[holds]) and (str(value).strip() if holds in (PLAIN, LABELS) else value)
             if column is not None and not is_there:
                 raise unreadable(path, line, f"there is no {holds} in column {column!r}")
             values.append(value)

@@ -34,7 +34,7 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import HOST_MEMORY, METRICS, PROFILER, TEXTS, load
+from distaccum.program import CLASSES, HOST_MEMORY, METRICS, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback, Judging
 from distaccum.train.callbacks import check as check_callbacks
@@ -392,6 +392,12 @@ def _check_profile(run: Stated) -> None:
         load(PROFILER).check(run.config.profile, run.device, run.total_steps)
 
 
+def _check_classes(run: Stated) -> None:
+    """Of a model with classes as transformers names them."""
+    if hasattr(getattr(run.model, "config", None), "id2label"):
+        load(CLASSES)(run.data, run.model, run.loss)
+
+
 CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
     check_held_out,
@@ -402,6 +408,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_loss(run.loss),
     lambda run: compiled.check_loss(run.loss, run.config.compile),
     lambda run: _check_with_model(run.loss, run.model),
+    _check_classes,
     lambda run: _check_loss_parameters(run.loss, run.model),
     lambda run: check_metrics(run.metrics, run.loss, evaluated=bool(run.data.held_out)),
     lambda run: run.metric_names,

@@ -21,7 +21,7 @@ from distaccum.accumulation.tracker import Schedule
 from distaccum.config.checks import LASTS, Node
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import FSDP2Config, engine_config
-from distaccum.config.instantiate import build, target_of
+from distaccum.config.instantiate import build, signature_of, target_of
 from distaccum.config.precision import PrecisionConfig
 from distaccum.config.schema import RunConfig
 from distaccum.config.secrets import redact
@@ -38,6 +38,7 @@ from distaccum.engines.numerics import Numerics
 from distaccum.errors import ConfigError
 from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.program import FROM_DATA, load
 from distaccum.train import adapters, determinism, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.checks import CHECKS, Stated, Texts, check_optimizers, loading_of
@@ -140,10 +141,9 @@ def components_from_config(
     """
     with first() if _fills_caches(config.data) else nullcontext():
         data = build_data(config.data)
-    torch.manual_seed(config.seed)
     on_meta = torch.device("meta") if getattr(config.engine, "meta_init", False) else nullcontext()
     with on_meta, first() if _fills_caches(config.model) else nullcontext():
-        model = build("model", config.model)
+        model = build_model(config, data)
     loss = build("loss", config.loss)
     return build_components(
         config, data, model, loss, world_size=world_size, device=device, planned=planned, builder=builder
@@ -153,6 +153,19 @@ def components_from_config(
 def _fills_caches(node: Node) -> bool:
     """Whether what is built may download or prepare: a user's own may, and what names a model of the hub."""
     return not str(node.get("_target_")).startswith("distaccum.") or bool({"name", "tokenizer"} & node.keys())
+
+
+def build_model(config: RunConfig, data: DataSpec) -> nn.Module:
+    """Builds ``model`` with weights of the run's seed; one that takes ``from_data`` is told what follows from these.
+
+    See :func:`distaccum.models.pretrained.pretrained`.
+    """
+    told = {}
+    if "from_data" in signature_of(target_of("model", config.model)):
+        told["from_data"] = load(FROM_DATA)(data, build("loss", config.loss))
+    torch.manual_seed(config.seed)
+    model: nn.Module = build("model", config.model, **told)
+    return model
 
 
 def build_components(

@@ -126,8 +126,8 @@ class EMA(Callback):
             to_local(average).copy_(to_local(shard_like(saved[name], average)))
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of updates; the average itself has files of its own."""
-        return {"updates": self._updates}
+        """The number of updates, and whether it is evaluated; the average itself has files of its own."""
+        return {"updates": self._updates, "evaluate": self.evaluates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the number of updates."""

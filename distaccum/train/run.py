@@ -40,7 +40,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import ENVIRONMENT, MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.program import DESCRIBE, ENVIRONMENT, MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
@@ -224,6 +224,7 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     beginning = run_dir.beginning() if saved is None and own else ""
     run_dir.forget_failure()
     run_dir.begin()
+    load(DESCRIBE)(components.model, components.data, components.loss, run_dir.path)
     if saved is not None and own:
         run_dir.note_saved(saved.run.progress.step)
     return beginning

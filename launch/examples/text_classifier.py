@@ -31,7 +31,7 @@ parser.add_argument("--run-dir", help="default: a new folder below runs/")
 def main() -> None:
     args = parser.parse_args()
     data = labelled(path=args.path, tokenizer=args.pretrained)
-    classes = {"num_labels": len(data.labels), "id2label": dict(enumerate(data.labels)), "pad_token_id": data.pad_id}
+    classes = {"num_labels": len(data.classes), "id2label": dict(enumerate(data.classes)), "pad_token_id": data.pad_id}
     torch.manual_seed(0)
     if args.pretrained:
         model = AutoModelForSequenceClassification.from_pretrained(args.pretrained, **classes)

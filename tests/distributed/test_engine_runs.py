@@ -61,7 +61,7 @@ def test_deepspeed_then_fsdp2_with_its_state(tmp_path: Path) -> None:
 def test_exported_weights_start_a_run(tmp_path: Path) -> None:
     first, file = tmp_path / "first", tmp_path / "weights.safetensors"
     succeed(*SMALL, "engine=fsdp2", "trainer.max_steps=2", "checkpoint.every=2", f"hydra.run.dir={first}", world=2)
-    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "checkpoint" / "export.py")
+    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "tools" / "export.py")
     succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={tmp_path / 'second'}")
     went_on = f"resume={first}/checkpoints/step-2"
     succeed(*SMALL, went_on, "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'third'}")

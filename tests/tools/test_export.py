@@ -205,3 +205,5 @@ def test_wrong_arguments_are_refused(gloo_world: World, tmp_path: Path) -> None:
         export.export(saved, tmp_path / "out", max_shard_size="much")
     with pytest.raises(CheckpointError, match="is one file, and --config-from describes a folder"):
         export.export(saved, tmp_path / "out.safetensors", config_from=tmp_path)
+    with pytest.raises(CheckpointError, match="holds no adapters: leave out --merge"):
+        export.export(saved, tmp_path / "out", merge=True)

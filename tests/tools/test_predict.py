@@ -77,4 +77,4 @@ def test_a_file_is_read_with_the_runs_classes(tmp_path: Path) -> None:
     data = labelled(path=str(tmp_path / "train.csv"))
     found = [sample["input_ids"] for sample in predict._dataset(data, str(tmp_path / "new.csv"), {})]
     assert [torch.equal(found[0], ids) for ids in found] == [True, False, True]
-    assert predict._names(data) == ["bad", "good", "ok"]
+    assert data.classes == ("bad", "good", "ok")

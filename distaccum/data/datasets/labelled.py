@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from distaccum.data.datasets.text import IGNORED
 from distaccum.data.datasets.tokenizer import load_tokenizer, padding_id, train_tokenizer
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
-from distaccum.program import ANSWERS, ROWS, WEIGHTS, load
+from distaccum.program import ANSWERS, TARGETS, WEIGHTS, load
 
 _FEWEST = 3  # tokens: the two special tokens of a text, and one more
 
@@ -23,13 +24,13 @@ _FEWEST = 3  # tokens: the two special tokens of a text, and one more
 class LabelledText(DataSpec):
     """Samples ``{"input_ids": (T,), "attention_mask": (T,), "labels": ()}``, int64, and how they were made.
 
+    ``labels`` of several classes a sample are ``(classes,)``, and like those of a regression fp32.
+
     Args:
-        labels: the classes' names, sorted; a sample's label is its index among them.
         pad_id: the token that ``input_ids`` are padded with, to the longest of their micro-batch.
         tokenizer: a transformers tokenizer.
     """
 
-    labels: tuple[str, ...]
     pad_id: int
     tokenizer: Any
 
@@ -50,6 +51,8 @@ def labelled(
     held_out: float = 0.1,
     pad_to_multiple_of: int | None = None,
     weights: str | None = None,
+    classes: Sequence[str] = (),
+    problem: str = "single_label",
 ) -> LabelledText:
     """Texts with labels, for ``loss=sequence_classification``.
 
@@ -64,6 +67,9 @@ def labelled(
         held_out: the share of the texts to hold out, the same ones every time.
         pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
         weights: a column, or a file of a number a line or a ``.npy``: see ``DataSpec.weights``.
+        classes: the labels in the order of their numbers; empty: as they are sorted.
+        problem: of the loss: ``single_label``; ``multi_label``: labels are lists of names, as ``["a", "b"]`` or
+            ``a, b``; ``regression``: numbers.
 
     Raises:
         ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
@@ -75,40 +81,39 @@ def labelled(
         raise ConfigError("data.max_length", max_length, f"must be at least {_FEWEST}", "Give the tokens of a text")
     if text == label:
         raise ConfigError("data.label", label, "is the column of the texts too", "Name two columns")
-    rows = load(ROWS)(path, [("data.text", text), ("data.label", label)], "text or number", "texts")
-    texts, names = zip(*(map(str, values) for _, values in rows), strict=True)
-    labels = tuple(sorted(set(names)))
-    if len(labels) == 1:
-        raise ConfigError("data.label", label, f"is {labels[0]!r} on every line of {path}", "Give texts of two classes")
+    texts, targets, names = load(TARGETS)(path, text, label, classes, problem)
     order = np.random.default_rng(0).permutation(len(texts))
     cut = min(max(1, int(len(texts) * (1 - held_out))), len(texts) - 1)
     trained_on = [texts[i] for i in order[:cut]]
     known = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(trained_on, vocab_size=vocab_size)
     ids = known([texts[i] for i in order], truncation=True, max_length=max_length)["input_ids"]
-    samples = [_sample(tokens, labels.index(names[i])) for tokens, i in zip(ids, order, strict=True)]
+    samples = [_sample(tokens, targets[i]) for tokens, i in zip(ids, order, strict=True)]
     pad_id = padding_id(known)
     return LabelledText(
         train=samples[:cut],
         eval_dataset=samples[cut:],
-        description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_classes(labels)}",
-        collate=PadCollator({"input_ids": pad_id, "attention_mask": 0}, pad_to_multiple_of=pad_to_multiple_of),
-        ignored={"labels": IGNORED},
+        description=f"{path}: {cut:,} texts to train on, {len(texts) - cut:,} held out; {_shown(names)}",
+        collate=PadCollator(
+            {"input_ids": pad_id, "attention_mask": 0, "labels": None}, pad_to_multiple_of=pad_to_multiple_of
+        ),
+        ignored={"labels": IGNORED} if problem == "single_label" else None,
         weights=None if weights is None else load(WEIGHTS)(path, weights, len(samples))[order[:cut]],
         lengths=np.array([len(tokens) for tokens in ids[:cut]], dtype=np.int64),
-        labels=labels,
+        classes=names,
         pad_id=pad_id,
         tokenizer=known,
     )
 
 
-def _sample(tokens: list[int], label: int) -> dict[str, torch.Tensor]:
+def _sample(tokens: list[int], label: torch.Tensor) -> dict[str, torch.Tensor]:
     ids = torch.tensor(tokens)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor(label)}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": label}
 
 
-def _classes(labels: tuple[str, ...], shown: int = 5) -> str:
-    more = ", ..." if len(labels) > shown else ""
-    return f"{len(labels)} classes ({', '.join(labels[:shown])}{more})"
+def _shown(names: tuple[str, ...], shown: int = 5) -> str:
+    if not names:
+        return "labels are numbers"
+    return f"{len(names)} classes ({', '.join(names[:shown])}{', ...' if len(names) > shown else ''})"
 
 
 # Prompts with completions, chats or plain texts, from the user's own file, for language models.

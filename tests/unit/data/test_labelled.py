@@ -49,7 +49,7 @@ def _json_lines(path: Path) -> str:
 def _texts(data: LabelledText) -> list[tuple[str, str]]:
     samples = [*data.train, *data.eval_dataset]  # type: ignore[misc]
     read = [data.tokenizer.decode(sample["input_ids"], skip_special_tokens=True) for sample in samples]
-    return [(text, data.labels[sample["labels"]]) for text, sample in zip(read, samples, strict=True)]
+    return [(text, data.classes[sample["labels"]]) for text, sample in zip(read, samples, strict=True)]
 
 
 def _parquet(path: Path) -> str:
@@ -61,7 +61,7 @@ def _parquet(path: Path) -> str:
 @pytest.mark.parametrize(("suffix", "write"), [(".csv", _csv), (".jsonl", _json_lines), (".parquet", _parquet)])
 def test_a_file_becomes_samples(tmp_path: Path, suffix: str, write: Callable[[Path], str]) -> None:
     data = labelled(path=write(tmp_path / f"reviews{suffix}"), held_out=0.2)
-    assert data.labels == ("bad", "good")
+    assert data.classes == ("bad", "good")
     assert (len(data.train), len(data.eval_dataset)) == (16, 5)
     assert sorted(_texts(data)) == sorted(ROWS)
     assert _texts(data) != ROWS  # held out at random

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import EMA, CheckpointError, CrossEntropy, DataSpec, EarlyStopping, MisuseError, Trainer
+from distaccum.checkpoint.store import find
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
@@ -119,6 +120,8 @@ def test_the_best_average_is_what_was_evaluated(gloo_world: Any, tmp_path: Path)
     trainer, model = _given(tmp_path, [EMA(decay=0.5, evaluate=True)], **settings)
     trainer.fit()
     assert _are_of(model, trainer.load_best(), "ema")
+    export.export(find(tmp_path, best=True), tmp_path / "best.safetensors")
+    assert _are_of(model, tmp_path / "best.safetensors")
     assert trainer.test(DATA)["test_loss"] == pytest.approx(_best(tmp_path)["value"], rel=1e-6)
 
 

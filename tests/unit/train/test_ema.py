@@ -96,7 +96,7 @@ def test_it_moves_with_applied_updates_alone(warmup: bool, tmp_path: Path) -> No
     assert found.keys() == expected.keys() == {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"}
     assert _off(found, expected) < 1e-6
     assert _off(found, wrong) > 1e-3
-    assert average.state_dict() == {"updates": 6}
+    assert average.state_dict() == {"updates": 6, "evaluate": False}
     assert metrics(tmp_path)[-1]["skipped"] == 1
 
 

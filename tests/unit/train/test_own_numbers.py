@@ -19,7 +19,8 @@ from distaccum.config.direction import known_mode
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
-from distaccum.tools.metric_results import MetricResults, class_names
+from distaccum.tools.hugging_face import class_names
+from distaccum.tools.metric_results import MetricResults
 from distaccum.train.callbacks import Callback, Run
 
 SAMPLES = [(torch.eye(4)[i % 4], torch.tensor(i % 3)) for i in range(8)]

@@ -1,6 +1,7 @@
-"""Write a tiny Llama, untrained, and a tokenizer of the texts of ``reviews.csv`` into a folder::
+"""Write a tiny model, untrained, and a tokenizer of the texts of ``reviews.csv`` into a folder::
 
-    python launch/examples/tiny_llama.py FOLDER
+    python launch/examples/tiny_model.py llama FOLDER
+    python launch/examples/tiny_model.py bert FOLDER
 
 It stands for a pretrained model where there is no network. Needs ``pip install 'distaccum[hf]'``.
 """
@@ -12,26 +13,29 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from distaccum.data.datasets.tokenizer import train_tokenizer
 
 
 def main() -> None:
-    folder = sys.argv[1]
+    kind, folder = sys.argv[1:]
     with Path(__file__).with_name("reviews.csv").open(encoding="utf-8") as file:
         tokenizer = train_tokenizer([row["text"] for row in csv.DictReader(file)], vocab_size=500)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    if kind == "llama":
+        config.num_key_value_heads = 2
+    made = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    made.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
