@@ -193,7 +193,7 @@ SHOWN_BY = {
     "a rank that hangs": ("distributed/test_hang.py::test_a_stopped_rank_is_named_by_the_one_that_waits",),
     "memory is known before the start": ("tools/plan/test_activations.py::test_a_micro_step_takes_what_was_forecast",),
     "a batch that fits is found": ("distributed/test_rehearsal.py::test_it_is_bitwise_the_run_with_that_size_stated",),
-    "memory that runs out within a window": (
+    "memory that runs out within a step": (
         "distributed/test_out_of_memory.py::test_a_window_stays_the_same_wherever_memory_runs_out_in_it",
         "distributed/test_less_memory.py::test_a_sharded_run_goes_on_with_less",
     ),

@@ -35,24 +35,26 @@ class BatchConfig:
     """The global batch, in samples or in tokens, and the most samples of one forward and backward.
 
     Args:
-        global_size: samples per update, over all ranks.
-        tokens: a budget of tokens per update instead (``batch=tokens``).
-        micro_size (int | auto): the most samples of one forward and backward on one rank. ``auto``: found in a
-            rehearsal before the first window, by rate and memory. null: ``auto`` where the main job runs on GPUs, else
-            8, or the global batch where that is less.
-        micro_tokens (int | auto | null): the most padded tokens of one forward and backward on one rank, the number of
-            its samples times the length of the longest; ``micro_size`` holds too where it is a number, and otherwise
-            says no more than the samples of an evaluation's micro-batch. ``auto``: found in a rehearsal of the longest
-            samples. null: no such limit.
-        group_by_length: samples of similar length in one micro-batch, within a window.
-        pad_rows: a micro-batch of fewer samples than the others is filled up with rows that count nothing.
-        packing (none | documents): ``documents``: those of a micro-batch share rows without padding, each on its own.
-        row_tokens: of a row of packed documents; null: as many as the longest has.
-        schedule (list of mappings): the global batches that a run begins with, before it goes on with ``global_size``:
-            each has its ``global_size`` and how long it holds, as ``updates``, ``samples`` or ``tokens``.
-        unit_size: with ``numerics=reproducible`` the samples of a unit, the micro-batch that is the same on any number
-            of ranks; null: ``micro_size``.
-        virtual_ranks: with ``numerics=reproducible`` the blocks in which a window is summed; the most ranks.
+        global_size: Samples per optimizer step, over all ranks.
+        tokens: Tokens per optimizer step, over all ranks, instead of ``global_size`` (with ``batch=tokens``).
+        micro_size (int | auto): Upper limit of a micro-batch in samples, on one rank. ``auto`` finds the fastest that
+            fits before the first step. null: ``auto`` if the main job runs on GPUs; otherwise 8, or the global batch if
+            that is smaller.
+        micro_tokens (int | auto | null): Upper limit of a micro-batch in tokens after padding (samples x longest
+            sample). If ``micro_size`` is a number, both limits apply; if not, it only sets the evaluation batch.
+            ``auto`` finds the limit with the longest samples. null: no limit.
+        group_by_length: Put samples of similar length into one micro-batch, to save padding; a step's samples stay the
+            same.
+        pad_rows: Fill smaller micro-batches up to one size with rows that do not count.
+        packing (none | documents): ``documents`` puts several samples into one row instead of padding; they do not
+            attend to each other.
+        row_tokens: Length of a packed row in tokens, such as 4096. null: the longest sample.
+        schedule (list of mappings): Smaller global batches at the start of the run, before ``global_size``:
+            ``[{global_size: 64, updates: 500}]``. Each has its ``global_size`` and its length in ``updates``,
+            ``samples`` or ``tokens``.
+        unit_size: With ``numerics=reproducible``: samples of a unit, the micro-batch that is the same on any number of
+            ranks. null: ``micro_size``.
+        virtual_ranks: With ``numerics=reproducible``: blocks in which a step is summed; the most ranks.
     """
 
     global_size: Optional[int] = 32  # noqa: UP045

@@ -70,6 +70,14 @@ def size_of(count: float) -> str:
     return f"{number:.{1 if power and number < _WHOLE else 0}f} {_BINARY[power]}"
 
 
+def unit_of(samples: float, counted: float) -> str:
+    """What a loss counts, ``samples`` or ``tokens``: of so many samples it has counted so much.
+
+    Neither a sum of weights, nor less than a sample each, is a number of tokens.
+    """
+    return "tokens" if counted > samples and float(counted).is_integer() else "samples"
+
+
 _Settings = TypeVar("_Settings")
 
 NONFINITE = ("stop", "skip")

@@ -21,14 +21,14 @@ class CompileConfig:
 
     Args:
         name (none | blocks | model): nothing, each of the model's ``blocks`` by itself, or the ``model`` as a whole.
-        blocks: globs of the modules to compile one by one; empty: the model's own blocks, those that fsdp2 shards.
-        backend: torch's backend.
-        mode (default | max-autotune-no-cudagraphs): inductor's mode.
-        dynamic (false | true | auto): code for each shape (``false``), for all (``true``), or for all from the second
-            one on (``auto``).
-        fullgraph: make a forward that is not one graph an error.
-        loss: compile what the loss makes of the model's output with it.
-        graphs: CUDA graphs of what is compiled, in micro-steps.
+        blocks: Names of the modules to compile one by one, such as ``[encoder.*]``. Empty: the model's own blocks.
+        backend: Backend of ``torch.compile``.
+        mode (default | max-autotune-no-cudagraphs): Mode of inductor.
+        dynamic (false | true | auto): Compile again for each shape (``false``), once for all shapes (``true``), or for
+            all shapes from the second one on (``auto``).
+        fullgraph: Raise an error if the forward is not a single graph.
+        loss: Also compile the loss.
+        graphs: Replay compiled micro-steps as CUDA graphs.
     """
 
     name: str = "none"

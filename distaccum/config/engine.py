@@ -28,10 +28,10 @@ class EngineConfig:
     it in ``tools/plan/sharding.py``; and ``conf/engine/NAME.yaml``.
 
     Args:
-        activation_checkpoint (none | blocks | selective): recompute in the backward what ``blocks`` computed, or all of
-            it but the matrix products (``selective``).
-        blocks: globs of the modules that are recomputed one by one, and on fsdp2 sharded; empty: the model's own
-            blocks.
+        activation_checkpoint (none | blocks | selective): Recompute activations in the backward to save memory: those
+            of ``blocks``, or all but matrix products (``selective``).
+        blocks: Names of the modules that are recomputed, and with fsdp2 sharded, one by one, such as ``[encoder.*]``.
+            Empty: the model's own blocks.
     """
 
     name: str = ""
@@ -58,8 +58,8 @@ class DDPConfig(EngineConfig):
     """Everything replicated; gradients all-reduced in buckets.
 
     Args:
-        bucket_cap_mb: MiB of one reduction.
-        find_unused_parameters: allow parameters that a window does not use; they are left out of its step.
+        bucket_cap_mb: Size of an all-reduce bucket in MiB.
+        find_unused_parameters: Allow parameters that a step does not use; the optimizer leaves them unchanged.
     """
 
     name: str = "ddp"
@@ -83,14 +83,15 @@ class FSDP2Config(EngineConfig):
     """Parameters, gradients and optimizer state sharded, block by block.
 
     Args:
-        sync (boundary | every): ``boundary``: one reduction per window, whole gradients until then; ``every``: one per
-            micro-step, shards.
-        reshard_after_forward: free a block's gathered parameters after its forward, and gather them once more for the
+        sync (boundary | every): When gradients are reduced: once per step, holding whole gradients until then
+            (``boundary``), or in every micro-step, holding shards (``every``: less memory, more traffic).
+        reshard_after_forward: Free a block's gathered parameters after its forward and gather them again for the
             backward.
-        gather_dtype (compute | fp32): parameters travel in the format that the forward computes in, or in ``fp32``.
-        offload: keep the shards on the CPU.
-        replicas: groups of ranks that hold the same shards; the ranks of one share a model.
-        meta_init: build the model on the meta device, and make its weights block by block.
+        gather_dtype (compute | fp32): Number format of gathered parameters: that of the forward (``compute``) or
+            ``fp32``.
+        offload: Keep the shards in CPU memory.
+        replicas: Number of model replicas. With 2 on 16 ranks, each model is sharded over 8.
+        meta_init: Build the model without memory and initialize its weights block by block.
     """
 
     name: str = "fsdp2"

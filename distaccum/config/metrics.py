@@ -25,12 +25,12 @@ class WandbConfig:
     """Weights & Biases. What is null is left to W&B's environment variables, and so is all else that W&B can be told.
 
     Args:
-        mode (offline | online | disabled | null): ``offline`` needs no key and no network; ``online`` takes the key
-            from the environment; null: ``WANDB_MODE``, or ``offline``.
-        project: the W&B project; null: ``WANDB_PROJECT``, or ``distaccum``.
-        name: the W&B run's name; null: ``WANDB_NAME``, or one that W&B makes up.
-        tags: its tags; null: ``WANDB_TAGS``.
-        log_checkpoints (none | best | all): checkpoints that are uploaded as artifacts.
+        mode (offline | online | disabled | null): ``offline`` needs no key and no network; ``online`` reads the key
+            from the environment. null: ``WANDB_MODE``, or ``offline``.
+        project: W&B project. null: ``WANDB_PROJECT``, or ``distaccum``.
+        name: Name of the W&B run. null: ``WANDB_NAME``, or one that W&B makes up.
+        tags: Tags of the W&B run, such as ``[baseline]``. null: ``WANDB_TAGS``.
+        log_checkpoints (none | best | all): Checkpoints that are uploaded as artifacts.
     """
 
     mode: Optional[str] = None  # noqa: UP045
@@ -51,7 +51,7 @@ class TensorBoardConfig:
     """TensorBoard.
 
     Args:
-        enabled: whether records go to it; its files are in ``tensorboard/`` of the run directory.
+        enabled: Log to TensorBoard, in ``tensorboard/`` of the run directory.
     """
 
     enabled: bool = False
@@ -65,8 +65,8 @@ class MLflowConfig:
     """MLflow: its environment variables say where it is, and which experiment it is.
 
     Args:
-        enabled: whether records go to it.
-        log_checkpoints (none | best | all): checkpoints that are kept as artifacts of the run.
+        enabled: Log to MLflow.
+        log_checkpoints (none | best | all): Checkpoints that are uploaded as artifacts.
     """
 
     enabled: bool = False
@@ -82,16 +82,15 @@ class MetricsConfig:
     """The loggers; ``metrics.jsonl`` is always written. Any number of the others may be on.
 
     Args:
-        console: records on the console.
-        report: ``report.html`` in the run directory, when the run ends.
-        windows: ``windows.jsonl`` in the run directory: of every window what it held and computed, bit by bit, for
-            ``distaccum compare``.
-        peak_tflops: 1e12 operations a second of one rank's card, for MFU; null: by the card's name, and on a CPU none.
-        flops_per_sample: operations of one sample, forward and backward; null: counted.
+        console: Print log entries on the console.
+        report: Write ``report.html`` into the run directory when the run ends.
+        windows: Write ``windows.jsonl`` for ``distaccum compare``: each step's samples and numbers, bit by bit.
+        peak_tflops: Peak TFLOP/s of one GPU, for MFU, such as 989. null: by the GPU's name; none on a CPU.
+        flops_per_sample: Floating point operations of one sample, forward and backward, for MFU. null: counted.
         wandb: Weights & Biases.
         tensorboard: TensorBoard.
         mlflow: MLflow.
-        loggers: further ones by name, each with a ``_target_``.
+        loggers: More loggers by name, each with a ``_target_``.
     """
 
     console: bool = True

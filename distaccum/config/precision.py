@@ -43,15 +43,15 @@ class ScalerConfig:
     """The loss scaler; in parentheses what DeepSpeed's JSON calls the same where it has another name.
 
     Args:
-        initial_scale_power: the scale starts at two to this power.
-        growth_interval: updates in a row after which it grows (``loss_scale_window``).
-        growth_factor: what growth multiplies it by.
-        backoff_factor: what an overflow multiplies it by.
-        hysteresis: overflows before it shrinks; counted anew after every growth.
-        consecutive_hysteresis: overflows are counted anew after every update.
-        min_scale: it never falls below this (``min_loss_scale``).
-        max_scale: it never grows beyond this.
-        static_scale: a constant scale instead (``loss_scale``); null: a moving one.
+        initial_scale_power: The loss scale starts at two to this power: 16 means 65,536.
+        growth_interval: Steps without an overflow after which the scale grows (``loss_scale_window``).
+        growth_factor: Factor by which the scale grows.
+        backoff_factor: Factor by which an overflow shrinks the scale.
+        hysteresis: Overflows before the scale shrinks; the count restarts when the scale grows.
+        consecutive_hysteresis: Restart the count of overflows after every applied step.
+        min_scale: Lower limit of the scale (``min_loss_scale``).
+        max_scale: Upper limit of the scale.
+        static_scale: A constant loss scale, such as 1024 (``loss_scale``). null: a dynamic one.
     """
 
     initial_scale_power: int = 16
@@ -98,12 +98,11 @@ class PrecisionConfig:
         name (fp32 | tf32 | bf16 | fp16 | bf16-weights): the number format, also under the names of ``ALIASES``.
             ``bf16-weights``: ``bf16``, and the weights too, each the rounding of an fp32 master that the optimizer
             steps.
-        reduce_dtype (fp32 | bf16 | fp16): the format of gradients between ranks.
-        keep_fp32: globs of modules that autocast leaves alone.
-        only: globs of the modules that autocast covers; empty: all.
-        underflow_every: fp16: attempts between two samples of the share of gradients that are flushed to zero; 0: none.
-        split_k_16bit: GPUs: whether cuBLAS may round the parts of a 16-bit matrix product to 16 bits before it adds
-            them up, as torch's own default has it.
+        reduce_dtype (fp32 | bf16 | fp16): Number format in which gradients are reduced.
+        keep_fp32: Names of modules that stay in fp32, as patterns such as ``[norm,head.*]``.
+        only: Names of the modules that use the lower precision, as patterns. Empty: all.
+        underflow_every: With fp16: steps between two samples of the share of gradients that underflow to zero. 0: off.
+        split_k_16bit: Allow cuBLAS to add partial products in 16 bits, as torch does by default; faster, less exact.
         scaler: the loss scaler.
     """
 

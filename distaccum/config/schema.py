@@ -61,37 +61,36 @@ class RunConfig:
     """Every setting of a run.
 
     Args:
-        seed: of weights, order and dropout.
-        numerics (fast | reproducible): ``reproducible``: a run's numbers are the same bit for bit on any number of
+        seed: Random seed for initial weights, data order and dropout.
+        numerics (fast | reproducible): ``reproducible`` makes a run's numbers the same, bit for bit, on any number of
             ranks.
-        deterministic: kernels that give the same bits in every run; one that has no such form ends the run.
-        resume (never | auto | path): ``never``, the newest valid checkpoint of the run directory (``auto``), or a
-            checkpoint's path.
-        resume_allow: settings, or the beginnings of their keys, that may differ from the checkpoint's although they
-            change what its state means.
-        init_from (path | null): weights to start from, a safetensors file or a folder with one; optimizer and progress
-            start from zero. With ``resume=auto`` it counts only while there is no checkpoint.
-        batch: whether the global batch is stated in samples or in tokens.
-        engine: who owns parameters, gradients and the step.
-        precision: the number format.
-        compile: what ``torch.compile`` is given.
-        model: the model, by ``_target_``.
-        data: the data, by ``_target_``.
-        loss: the loss, by ``_target_``.
-        optim: the optimizer, its rate, clipping and groups.
-        schedule: a factor of ``optim.lr`` by applied updates, by ``_target_``. Where nothing is stated: a cosine after
-            a warm-up, and a constant for an optimizer that is made in Python.
-        trainer: the length of the run, and its intervals.
-        callbacks: callbacks by name, each with a ``_target_``.
-        checkpoint: when checkpoints are made, and which are kept.
-        metrics: the loggers.
-        init: in what the files of ``init_from`` may differ from the model.
-        profile: windows whose time is looked at.
-        eval: texts that the model writes at evaluations.
-        elastic: what an elastic job does where ranks are lost or come.
-        objective (str | list[str] | null): what a sweeper is given of the run: the name of a result of the last
-            evaluation or of a number of the last record, or several names; null: ``eval_loss``, where there is an
-            evaluation.
+        deterministic: Use kernels that give the same bits in every run; an operator that has none ends the run.
+        resume (never | auto | path): Where to start: from zero (``never``), from the newest valid checkpoint in the run
+            directory (``auto``), or from a checkpoint, such as ``runs/first/checkpoints/step-100``.
+        resume_allow: Settings that may differ from the checkpoint's although they change what its state means, as
+            ``[data]`` or ``[data.path]``.
+        init_from (path | null): Weights to start from: a safetensors file or a folder with one. Optimizer and progress
+            start from zero. ``resume=auto`` ignores it once there is a checkpoint.
+        batch: How the global batch is stated: in ``samples`` or in ``tokens``.
+        engine: How parameters, gradients and optimizer state are distributed over the ranks.
+        precision: The number format.
+        compile: The part of the model that ``torch.compile`` compiles.
+        model: The model: a group's name, or a ``_target_`` of your own.
+        data: The data: a group's name, or a ``_target_`` of your own.
+        loss: The loss: a group's name, or a ``_target_`` of your own.
+        optim: The optimizer, its learning rate, clipping and parameter groups.
+        schedule: The learning rate schedule: a factor of ``optim.lr`` for each step. Default: warm-up and cosine;
+            constant for an optimizer that is made in Python.
+        trainer: The length of the run, and its intervals.
+        callbacks: Callbacks by name, each with a ``_target_``.
+        checkpoint: When checkpoints are saved, and which are kept.
+        metrics: The loggers.
+        init: Differences between the files of ``init_from`` and the model that are allowed.
+        profile: The steps that are profiled.
+        eval: Texts that the model writes at evaluations.
+        elastic: An elastic job's reaction to ranks that die or come back.
+        objective (str | list[str] | null): The metric a sweeper optimizes: one name or a list, from the last evaluation
+            or log entry, such as ``eval_accuracy``. null: ``eval_loss``, if the run evaluates.
     """
 
     seed: int = 0

@@ -37,11 +37,11 @@ class ElasticConfig:
     """A job that ``launch/elastic.sh`` has started, whose windows go on where ranks are lost; no other reads it.
 
     Args:
-        min_ranks: the fewest ranks that go on; fewer wait ten minutes for others, and then the run ends.
-        rejoin: whether another process is started for one that has died, and taken in at a window's beginning.
-        expel_after (duration): the others go on without a rank for which they have waited so long.
-        memory_every: with engine=fsdp2 and deepspeed, windows between two checkpoints in the ranks' memory, to which
-            the run goes back where a rank is lost.
+        min_ranks: Smallest number of ranks that goes on. Fewer wait ten minutes for others; then the run ends.
+        rejoin: Replace a process that died by a new one, which joins at the start of a step.
+        expel_after (duration): Go on without a rank that has kept the others waiting for this long.
+        memory_every: Steps between two checkpoints in memory, for ``fsdp2`` and ``deepspeed``: a run that loses a rank
+            restarts from the last one.
     """
 
     min_ranks: int = 1
@@ -68,16 +68,15 @@ class OptimConfig:
     """The optimizer, the peak of its rate, clipping and parameter groups.
 
     Args:
-        lr: the schedule's peak.
-        clip_norm: largest norm of the global gradient; null: off, or room for ``optim.clip_value``.
-        clip_value: instead of it the largest absolute value of an element; null: off.
-        fused (auto | true | false): unscaling, clipping and step in one pass of the optimizer's own kernel; ``auto``:
-            where the device has one.
-        optimizer: the optimizer, by ``_target_``; its rate is ``optim.lr``.
-        groups (list of mappings): parameters with settings of their own, in order: the first that fits a parameter
-            takes it. Each has ``match`` (globs over the names of parameters), ``dims`` (numbers of dimensions) or both;
-            next to them the settings, as the optimizer's groups have them (``lr`` is a rate, not a factor), or another
-            ``optimizer`` for these.
+        lr: Learning rate: the peak of the schedule.
+        clip_norm: Clip the norm of the global gradient at this value. null: off.
+        clip_value: Clip each element of the gradient at this value, instead of ``optim.clip_norm``. null: off.
+        fused (auto | true | false): Unscale, clip and step in one fused kernel. ``auto``: if the device has one.
+        optimizer: The optimizer's class as ``_target_``, and its arguments; the learning rate is ``optim.lr``.
+        groups (list of mappings): Parameters with settings of their own, such as ``[{match: ['*.bias'], weight_decay:
+            0}]``. The first group that matches a parameter takes it, by ``match`` (patterns of names), ``dims``
+            (numbers of dimensions) or both. The other keys are the optimizer's (``lr`` is a rate, not a factor), or
+            another ``optimizer``.
     """
 
     lr: float = 3e-3
@@ -108,12 +107,12 @@ class LoaderConfig:
     """How the processes of ``trainer.num_workers`` load, under the names of torch's ``DataLoader``.
 
     Args:
-        prefetch_factor: micro-batches ahead in each process, where that is more than ``trainer.prefetch_windows``;
-            null: 2.
-        persistent_workers: whether the processes stay from epoch to epoch; null: they do.
-        timeout: seconds without a batch that are an error; null: none are.
-        multiprocessing_context (fork | spawn | forkserver | null): how processes start; null: as Python does.
-        pin_memory: whether batches are pinned as they are loaded; null: on a GPU.
+        prefetch_factor: Micro-batches that each process loads ahead, if more than ``trainer.prefetch_windows``. null:
+            2.
+        persistent_workers: Keep the loading processes from epoch to epoch. null: true.
+        timeout: Raise an error after this many seconds without a batch. null: never.
+        multiprocessing_context (fork | spawn | forkserver | null): How loading processes start. null: Python's default.
+        pin_memory: Pin batches in host memory. null: on GPUs.
     """
 
     prefetch_factor: Optional[int] = None  # noqa: UP045
@@ -136,36 +135,39 @@ class TrainerConfig:
     """The length of the run, its intervals in updates, and what it does when something goes wrong.
 
     Args:
-        max_steps (int | auto | null): applied updates; ``auto``: 300, or no limit where ``trainer.max_epochs`` is one;
-            the earlier of two limits ends the run; 0: evaluate the weights that it starts from, alone.
-        max_epochs: epochs; null: no limit.
-        max_time (duration | null): save and end before this time is over, for another process to continue
-            (``12:00:00``, ``90s``, ``12h``); null: no limit.
-        log_every: updates between two records.
-        eval_every: updates between two evaluations; 0: none.
-        eval_samples: the most samples of a held-out set, its first ones; null: all.
-        num_workers: data-loading processes per rank.
-        prefetch_windows: windows that they load ahead; 0: what ``trainer.loader.prefetch_factor`` says.
-        host_memory (size | null): the most that a rank's window and what is loaded ahead of it may take, as ``4GiB``;
-            null: no limit.
-        loader: how these processes load.
-        nonfinite (stop | skip): a NaN or infinite gradient: ``stop`` the run or ``skip`` its window; in fp16 the loss
-            scale falls first.
-        max_skips: skips in a row that stop a run, with nowhere left for a loss scale to go.
-        verify (first | never | int): windows that prove their gradient before their step: the ``first``, that and one
-            every so many, or ``never``.
-        on_divergence (stop | warn): ranks whose weights or optimizer state differ: ``stop`` the run or ``warn``.
-        on_spike (off | warn | skip | rollback): a gradient norm that stands out: nothing (``off``), ``warn``, ``skip``
-            its window, or ``rollback`` to the last checkpoint.
-        spike_zscore: standard deviations above the mean by which a norm stands out.
-        spike_window: windows before it that the mean is of; half as many are enough to begin.
-        hang_timeout (auto | duration | null): no progress on any rank for so long: the run names the ranks that
-            stopped, and ends. ``auto``: ten times the longest pause so far, five minutes at least; null: never.
-        group_timeout (duration): when a collective itself gives up; longer than any save or evaluation.
-        threads: of a CPU, for each rank's kernels; null: as many as torch has, and with ``numerics=reproducible`` on a
-            CPU 1, as its numbers depend on it.
-        backend (auto | nccl | gloo): what carries a GPU's tensors between ranks: ``nccl`` (``auto``), or ``gloo``, over
-            which ranks may share a GPU; a CPU's go over gloo.
+        max_steps (int | auto | null): Optimizer steps of the run. ``auto``: 300, or no limit if ``trainer.max_epochs``
+            sets one; the first limit reached ends the run. 0 only evaluates.
+        max_epochs: Epochs of the run. null: no limit.
+        max_time (duration | null): Save and stop before this time is over, so that another job can continue:
+            ``12:00:00``, ``90s``, ``12h``. null: no limit.
+        log_every: Steps between two log entries.
+        eval_every: Steps between two evaluations. 0: no evaluation.
+        eval_samples: Evaluate on the first samples of each held-out set only, such as 1000. null: all samples.
+        num_workers: Data loading processes per rank.
+        prefetch_windows: Steps whose data are loaded ahead. 0: as many micro-batches as
+            ``trainer.loader.prefetch_factor``.
+        host_memory (size | null): Upper limit of a rank's data in host memory, loaded ahead or in use, such as
+            ``4GiB``. null: no limit.
+        loader: How the loading processes work.
+        nonfinite (stop | skip): Reaction to a NaN or infinite gradient: ``stop`` the run or ``skip`` the step. In fp16
+            the loss scale shrinks first.
+        max_skips: Stop the run after this many skipped steps in a row, once the loss scale cannot shrink any more.
+        verify (first | never | int): Steps whose gradient is verified before it is applied: the ``first``, none
+            (``never``), or with 1000 the first and every 1000th.
+        on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` the run or
+            ``warn``.
+        on_spike (off | warn | skip | rollback): Reaction to an unusually large gradient norm: none (``off``), ``warn``,
+            ``skip`` the step, or ``rollback`` to the last checkpoint.
+        spike_zscore: A norm is a spike if it is this many standard deviations above the mean.
+        spike_window: Steps over which the mean is taken; checks begin after half of them.
+        hang_timeout (auto | duration | null): End the run, naming the ranks that stopped, after this long without
+            progress on any rank. ``auto``: ten times the longest pause so far, at least five minutes. null: never.
+        group_timeout (duration): Timeout of a collective, such as ``30m``. It must be longer than any save or
+            evaluation.
+        threads: CPU threads per rank. null: torch's default; 1 with ``numerics=reproducible`` on CPUs, whose numbers
+            depend on it.
+        backend (auto | nccl | gloo): Communication between GPUs: ``nccl``, or ``gloo``, with which ranks may share a
+            GPU. ``auto`` is ``nccl``. CPUs always use gloo.
     """
 
     max_steps: Any = AUTO
@@ -238,16 +240,16 @@ class CheckpointConfig:
     """When checkpoints are made, and which are kept.
 
     Args:
-        every: updates between two checkpoints; 0: none.
-        every_minutes: one more so many minutes after the last, by rank 0's clock; null: none.
-        keep: the newest checkpoints to keep; 0: all.
-        background (auto | true | false): train on while a checkpoint is written, from a copy in host memory; ``auto``:
-            where the engine can, and the copies of a machine's ranks take at most half of the memory it has left.
-        best: a result of the evaluation, as ``eval_loss``, whose best checkpoint is kept too; ``best.json`` names it;
-            null: none.
-        mode (min | max | null): which value of ``checkpoint.best`` is the best one; null: what its name says, as of a
-            loss or an accuracy. A name that says nothing needs it.
-        best_mode: the older name of ``checkpoint.mode``.
+        every: Steps between two checkpoints. 0: no checkpoints.
+        every_minutes: Also save after this many minutes without a checkpoint, such as 30. null: off.
+        keep: Number of newest checkpoints to keep. 0: all.
+        background (auto | true | false): Write checkpoints while training goes on, from a copy in host memory.
+            ``auto``: if the engine can, and the copies of a machine's ranks fit into half of its free memory.
+        best: Also keep the checkpoint with the best value of this metric, such as ``eval_loss``; ``checkpoints/best``
+            names it. null: off.
+        mode (min | max | null): Direction of ``checkpoint.best``: whether a smaller (``min``) or a larger value
+            (``max``) is better. null: by the metric's name, as for a loss or an accuracy; other names need it.
+        best_mode: Older name of ``checkpoint.mode``.
     """
 
     every: int = 50
@@ -286,9 +288,9 @@ class InitConfig:
     """In what the files of ``init_from`` may differ from the model; all else is refused.
 
     Args:
-        missing: globs of the model's names that the files need not have: they keep the values that the model was built
-            with.
-        unexpected: globs of names in the files that the model has not: they are left out.
+        missing: Names of the model's weights that the files may lack, as patterns such as ``[head.*]``; they keep their
+            initial values.
+        unexpected: Names of weights in the files that the model does not have, as patterns; they are ignored.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -303,12 +305,12 @@ class ProfileConfig:
     """Which windows are profiled, and what is written of them beside the table of phases.
 
     Args:
-        steps (list[int] | null): the first and the last window, both included, in the count of those that this
-            process runs, from 1 on; null: none.
-        trace: torch's trace of each rank.
-        memory: on a GPU, a snapshot of its allocator.
-        nvtx: on a GPU, ranges for Nsight Systems.
-        with_stack: the trace has the lines of source.
+        steps (list[int] | null): First and last step to profile, such as ``[10,12]``, counted from this process's
+            start. null: no profile.
+        trace: Write torch's trace of each rank.
+        memory: Write a snapshot of the GPU's allocator.
+        nvtx: Mark phases for Nsight Systems, on GPUs.
+        with_stack: Record source lines in the trace.
     """
 
     steps: Any = None
@@ -338,11 +340,11 @@ class EvalConfig:
     """Texts that a language model goes on with at every evaluation.
 
     Args:
-        samples: how many texts; 0: none.
-        prompts: what they begin with, in turn; none: the first held-out samples.
-        prompt_tokens: how many tokens of a held-out sample are the prompt.
-        max_new_tokens: how many tokens follow; a text ends before that with the tokenizer's end token.
-        temperature: by which the logits are divided before a token is drawn; 0: the likeliest token is taken.
+        samples: Number of texts to generate at each evaluation. 0: none.
+        prompts: Prompts, used in turn, such as ``['Once upon a time']``. Empty: the first held-out samples.
+        prompt_tokens: Tokens of a held-out sample that are used as prompt.
+        max_new_tokens: Upper limit of generated tokens; the tokenizer's end token ends a text earlier.
+        temperature: Sampling temperature. 0: always the most likely token.
     """
 
     samples: int = 0

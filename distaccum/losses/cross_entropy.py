@@ -73,8 +73,8 @@ class CrossEntropy:
     :class:`~distaccum.losses.linear_cross_entropy.ChunkedOutput`). ``predictions`` are whole logits all the same.
 
     Args:
-        ignore_index: labels of this value neither contribute nor count.
-        chunk: the most tokens of a micro-batch whose logits are in memory at once; None: all.
+        ignore_index: Labels with this value are ignored and not counted.
+        chunk: Upper limit of the tokens whose logits are in memory at once, such as 1024. null: all.
 
     Raises:
         ConfigError: the chunk is no positive whole number.

@@ -167,11 +167,11 @@ class CausalLM(_Adapter):
     position, so that a sample of T labels counts T - 1 at most.
 
     Args:
-        ignore_index: labels of this value neither contribute nor count.
-        weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0, which apply to their tokens:
-            the loss is then sum(w * l) / sum(w). The model does not get them.
-        chunk: the most tokens of a micro-batch whose logits are in memory at once; None: all. The model needs a plain
-            linear output layer, which its ``get_output_embeddings`` names, and may do no more to its logits.
+        ignore_index: Labels with this value are ignored and not counted.
+        weights: Name of the sample weights in the batch, of shape ``(B,)`` and at least 0, which apply to their tokens:
+            the loss is sum(w * l) / sum(w). The model does not get them.
+        chunk: Upper limit of the tokens whose logits are in memory at once, such as 1024. null: all. The model needs a
+            plain linear output layer, named by its ``get_output_embeddings``, and may not change its logits afterwards.
 
     Raises:
         ConfigError: the chunk is no positive whole number.
@@ -194,8 +194,8 @@ class MaskedLM(_Adapter):
     ``decoder_input_ids``.
 
     Args:
-        ignore_index: labels of this value, such as tokens that were not masked, neither contribute nor count.
-        chunk: as of :class:`CausalLM`.
+        ignore_index: Labels with this value, such as tokens that were not masked, are ignored and not counted.
+        chunk: Upper limit of the tokens whose logits are in memory at once, as for ``causal_lm``. null: all.
 
     Raises:
         ConfigError: the chunk is no positive whole number.
@@ -209,11 +209,11 @@ class SequenceClassification(_Adapter):
     """The loss of labels for whole samples: the sum of what transformers' heads for ``problem`` average.
 
     Args:
-        problem: ``single_label``: cross entropy in nats of int64 labels ``(B,)``, those of -100 not counted;
-            ``regression``: squared error of ``(B,)`` or ``(B, values)``, counted in values;
+        problem: ``single_label``: cross entropy in nats of int64 labels ``(B,)``; -100 is not counted.
+            ``regression``: squared error of ``(B,)`` or ``(B, values)``, counted in values.
             ``multi_label``: binary cross entropy of ``(B, classes)`` zeros and ones, counted in entries.
-        weights: the name in the batch of its samples' weights, ``(B,)`` and at least 0: the loss is then
-            sum(w * l) / sum(w). The model does not get them.
+        weights: Name of the sample weights in the batch, of shape ``(B,)`` and at least 0: the loss is sum(w * l) /
+            sum(w). The model does not get them.
 
     Raises:
         ConfigError: an unknown ``problem``.

@@ -12,8 +12,8 @@ class CNN(nn.Module):
     the micro-batch.
 
     Args:
-        channels: channels of the first convolution.
-        classes: number of labels.
+        channels: Channels of the first convolution.
+        classes: Number of labels.
     """
 
     def __init__(self, *, channels: int, classes: int) -> None:

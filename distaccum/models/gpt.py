@@ -33,19 +33,18 @@ class GPT(nn.Module):
     """Token ids ``(B, T)`` to logits ``(B, T, vocab_size)``.
 
     Args:
-        vocab_size: number of token ids.
-        seq_len: the longest T.
-        n_layer: blocks.
-        n_head: attention heads; divides ``n_embd``.
-        n_embd: width.
-        dropout: share of activations dropped in training.
-        vocab_multiple: the embedding gets rows of zeros, up to a multiple of this. They are no token ids; logits, and
-            the loss, are those of ``vocab_size``. A loss in chunks multiplies with all rows, which is faster at
-            multiples of 64; whole logits are made of the others alone.
-        positions (rotary | learned): ``rotary``, without parameters, or ``learned``.
-        bias: whether linear layers and norms have one.
-        gelu (exact | tanh): ``exact``, or ``tanh``, an approximation of it that GPT-2 was trained with.
-        attention (auto | flash | efficient | cudnn | math): the kernel; ``auto`` leaves the choice to torch.
+        vocab_size: Number of token ids.
+        seq_len: Longest sequence in tokens.
+        n_layer: Number of blocks.
+        n_head: Number of attention heads; it must divide ``n_embd``.
+        n_embd: Width of the model.
+        dropout: Dropout probability.
+        vocab_multiple: Round the embedding up to a multiple of this number of rows, such as 64, which makes a loss in
+            chunks faster. The added rows are zeros and no token ids; logits and loss do not change.
+        positions (rotary | learned): Position embedding: ``rotary``, without parameters, or ``learned``.
+        bias: Give linear layers and norms a bias.
+        gelu (exact | tanh): ``exact``, or ``tanh``, the approximation that GPT-2 uses.
+        attention (auto | flash | efficient | cudnn | math): Attention kernel. ``auto``: torch chooses.
 
     Raises:
         ConfigError: a size is not positive, sizes do not go together, or there is no such choice.

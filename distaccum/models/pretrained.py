@@ -43,19 +43,20 @@ def pretrained(
     With ``lora.r`` its weights are frozen, and adapters (LoRA, by PEFT) are trained, in fp32.
 
     Args:
-        name: a model of the Hugging Face hub, or a folder with ``config.json`` and safetensors; with ``from_config``
-            also a type of model, as ``llama``.
-        task: the head: ``causal_lm``, ``masked_lm``, ``seq2seq``, ``sequence_classification`` or
+        name: A model of the Hugging Face hub, such as ``distilbert-base-uncased``, or a folder with ``config.json`` and
+            safetensors; with ``from_config`` also a type of model, such as ``llama``.
+        task: Head of the model: ``causal_lm``, ``masked_lm``, ``seq2seq``, ``sequence_classification`` or
             ``token_classification``.
-        from_config: random weights of the run's seed; only the configuration is read.
-        options: settings of the model's configuration that take the place of its own, as ``num_labels``.
-        fresh: globs of weights that the files need not have, as ``[score.*]``: they begin with random values.
-        base_dtype (fp32 | bf16): what the weights below adapters are held in.
-        lora: of the adapters, under PEFT's names: ``r``, the rank, null for none; ``alpha``, by which their product is
-            multiplied over ``r``; ``dropout`` of their inputs; ``target_modules``, names of layers or ``all-linear``,
-            null for PEFT's choice; ``modules_to_save``, that are trained whole.
+        from_config: Start from random weights: only the configuration is read.
+        options: Settings that replace those of the model's configuration, such as ``{num_labels: 3}``.
+        fresh: Names of weights that the files may lack, as patterns such as ``[score.*]``; they start with random
+            values.
+        base_dtype (fp32 | bf16): Number format of the frozen weights below adapters.
+        lora: LoRA adapters by PEFT's names, such as ``{r: 8, alpha: 16}``: ``r``, the rank (null: no adapters);
+            ``alpha``, which scales their product by alpha / r; ``dropout`` of their inputs; ``target_modules``, names
+            of layers or ``all-linear`` (null: PEFT's choice); ``modules_to_save``, which are trained whole.
         from_data: ``num_labels``, ``id2label``, ``label2id``, ``problem_type`` and ``pad_token_id`` of a classifier's
-            configuration, as the run's data and loss have them; ``options`` come first.
+            configuration, taken from the run's data and loss; ``options`` come first.
 
     Raises:
         ConfigError: no such model, task or setting; weights are missing that ``fresh`` does not name; PEFT cannot give

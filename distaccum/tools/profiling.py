@@ -225,7 +225,7 @@ class PhaseTable:
             gap, wall = own[last] - others, max(mean["wall"] for mean in self._means)
             if last != waits and min(gap, meeting[waits] - meeting[last]) > max(_LEAST_S, _WORTH * wall):
                 said.append(
-                    f"rank {last} is waited for: {what} takes it {_ms(own[last])} ms a window, the others' median is "
+                    f"rank {last} is waited for: {what} takes it {_ms(own[last])} ms a step, the others' median is "
                     f"{_ms(others)}; rank {waits} waits {_ms(meeting[waits])} ms in the {_MEETING[what]}"
                 )
         return said
@@ -276,12 +276,12 @@ class PhaseTable:
     @property
     def _title(self) -> str:
         windows = len(self._by_rank[0])
-        which = f"window {self._first}" if windows == 1 else f"windows {self._first} to {self._first + windows - 1}"
+        which = f"step {self._first}" if windows == 1 else f"steps {self._first} to {self._first + windows - 1}"
         return f"{which} of this process, {_ms(self._means[0]['wall'])} ms each (clock of the {self._device})"
 
     @property
     def _columns(self) -> Sequence[str]:
-        return ("ms a window", "share", *(("min", "median", "max", "slowest rank") if len(self._means) > 1 else ()))
+        return ("ms a step", "share", *(("min", "median", "max", "slowest rank") if len(self._means) > 1 else ()))
 
     def _share(self, row: str) -> float:
         return sum(mean[row] for mean in self._means) / (sum(mean["wall"] for mean in self._means) or 1.0)

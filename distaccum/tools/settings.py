@@ -26,8 +26,8 @@ KINDS = ("int", "float", "str", "duration", "size", "path", "mapping")
 """What a type may name that is no word to type: ``duration`` as ``90s`` or ``12:00:00``, ``size`` as ``4GiB``."""
 EXPERIMENT = "experiment"
 _NO_FIELD = {
-    EXPERIMENT: "a whole run by name: it may choose and change any of the others.",
-    "hydra/launcher": "what starts the runs of a sweep (`-m`); null: Hydra, one after the other.",
+    EXPERIMENT: "A whole run by name; it may choose and change any other setting.",
+    "hydra/launcher": "Launcher for the runs of a sweep (`-m`). null: Hydra, one after the other.",
 }
 
 
@@ -246,7 +246,8 @@ def _targets(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _arguments_of(target: str, stated: dict[str, Any]) -> dict[str, _Argument]:
     if not target.startswith("distaccum."):
         return {
-            name: _Argument(type(value).__name__, written(value), f"of `{target}`.") for name, value in stated.items()
+            name: _Argument(type(value).__name__, written(value), f"Argument of `{target}`.")
+            for name, value in stated.items()
         }
     found = {}
     for name, (kind, default, meaning) in _signature(target).items():

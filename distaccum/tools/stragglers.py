@@ -86,7 +86,7 @@ class Stragglers(WindowHook):
         what, times = ("loading data", loading) if loads else ("its forwards and backwards", computing)
         look = "its files and loading processes" if loads else "its clock and temperature, and who shares its cores"
         return (
-            f"{who} is slow: {ratio:.2f}x the median of the ranks over {WINDOWS} windows. It needs "
-            f"{times[slowest]:.3f} s a window for {what}, and the median rank {median(times):.3f} s; all others wait "
+            f"{who} is slow: {ratio:.2f}x the median of the ranks over {WINDOWS} steps. It needs "
+            f"{times[slowest]:.3f} s a step for {what}, and the median rank {median(times):.3f} s; all others wait "
             f"for it. Look at {look}"
         )

@@ -240,12 +240,12 @@ class EarlyStopping(Judging):
     """Stops a run whose evaluations no longer improve.
 
     Args:
-        metric: of the evaluation, such as ``eval_loss``.
-        patience: evaluations in a row without an improvement.
-        min_delta: what counts as an improvement, in the metric's own unit.
-        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an
-            accuracy.
-        larger_is_better: the older word for it; true is ``max``.
+        metric: Result of the evaluation to watch, such as ``eval_loss``.
+        patience: Stop after this many evaluations in a row without an improvement.
+        min_delta: Smallest change that counts as an improvement, in the metric's own unit.
+        mode (min | max | null): ``min`` if smaller values are better, ``max`` if larger. null: by the metric's name, as
+            for a loss or an accuracy.
+        larger_is_better: Older name of ``mode``: true is ``max``.
 
     Raises:
         ConfigError: a patience below 1, or no such mode.
@@ -297,16 +297,16 @@ class ReduceLROnPlateau(Judging):
     factor of the schedule's rate, and a checkpoint keeps it.
 
     Args:
-        metric: of the evaluation, such as ``eval_loss``.
-        factor: between 0 and 1.
-        patience: evaluations in a row without an improvement that are borne; the next one reduces.
-        threshold: what counts as an improvement: a share of the best result, or its distance from it.
-        threshold_mode (rel | abs): how ``threshold`` is meant.
-        cooldown: evaluations after a reduction that are not counted.
-        min_factor: the product of all reductions never falls below.
-        mode (min | max | null): which value is the better one; null: what the metric's name says, as of a loss or an
-            accuracy.
-        larger_is_better: the older word for it; true is ``max``.
+        metric: Result of the evaluation to watch, such as ``eval_loss``.
+        factor: Multiply the learning rate by this, between 0 and 1.
+        patience: Evaluations in a row without an improvement that are tolerated; the next one reduces the rate.
+        threshold: Smallest change that counts as an improvement: a share of the best result, or a difference from it.
+        threshold_mode (rel | abs): Whether ``threshold`` is a share (``rel``) or a difference (``abs``).
+        cooldown: Evaluations after a reduction that are not counted.
+        min_factor: Lower limit of the product of all reductions.
+        mode (min | max | null): ``min`` if smaller values are better, ``max`` if larger. null: by the metric's name, as
+            for a loss or an accuracy.
+        larger_is_better: Older name of ``mode``: true is ``max``.
 
     Raises:
         ConfigError: a value out of range, or no such mode.

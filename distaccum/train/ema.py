@@ -35,10 +35,9 @@ class EMA(Callback):
     average: beside it stand those of the model.
 
     Args:
-        decay: from 0, and below 1.
-        warmup: at the n-th update take ``(1 + n) / (10 + n)`` where that is smaller.
-        evaluate: evaluations, and the best checkpoint and early stopping by them, are of the average; the weights that
-            train are put back after each.
+        decay: Decay of the average, at least 0 and below 1.
+        warmup: Use ``(1 + n) / (10 + n)`` as decay at step n while that is smaller.
+        evaluate: Evaluate the average, also for the best checkpoint and early stopping, instead of the trained weights.
 
     Raises:
         ConfigError: a decay that is out of range.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -22,6 +23,7 @@ ERASE = "\r\x1b[K\x1b[C\x1b[J\r"
 
 In two parts: tmux takes what is erased from the first row's beginning for a screen that is cleared, and keeps a copy.
 """
+_DIM = "\x1b[2m\\g<0>\x1b[22m"
 _DUMB = ("dumb", "unknown")
 
 
@@ -34,10 +36,11 @@ class LiveLine:
     Args:
         draw: the row's text, given how many columns there are; called in a thread, and on each line that is printed.
         every_s: seconds between two drawings.
+        faint: a pattern of what is dim in the text.
     """
 
-    def __init__(self, draw: Callable[[int], str], *, every_s: float = 0.25) -> None:
-        self._draw, self._every_s = draw, every_s
+    def __init__(self, draw: Callable[[int], str], *, every_s: float = 0.25, faint: str = r"(?!)") -> None:
+        self._draw, self._every_s, self._faint = draw, every_s, faint
         self._lock, self._ended, self._pid = RLock(), Event(), os.getpid()
         self._is_open = False  # whether the cursor stands behind a line without an end, and there is no row
         self._streams = ExitStack()
@@ -84,7 +87,7 @@ class LiveLine:
         with suppress(OSError, ValueError):
             columns = os.get_terminal_size(self._terminal.fileno()).columns or columns
         with suppress(Exception):  # a line that cannot be drawn must not end a run
-            return self._draw(columns - 1)[: columns - 1] + "\r"
+            return re.sub(self._faint, _DIM, self._draw(columns - 1)[: columns - 1]) + "\r"
         return ""
 
     def _put(self, text: str) -> None:

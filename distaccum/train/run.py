@@ -65,7 +65,7 @@ from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
 from distaccum.train.screen import Screen, open_screen
 from distaccum.train.session import Session
-from distaccum.train.summary import not_finite, print_header, print_summary, print_taken_over
+from distaccum.train.summary import line_of_model, not_finite, print_header, print_summary, print_taken_over
 
 _log = logging.getLogger(__name__)
 
@@ -388,6 +388,8 @@ def _open_loggers(
     plan = components.plan.as_dict() | {
         "total_steps": components.total_steps,
         "engine": engine.describe(),
+        "model": line_of_model(components),
+        "data": run_dir.hidden(components.data.description),
         **({"memory": components.memory} if config.batch.rehearses else {}),
         **({"optimizer_groups": list(map(asdict, components.groups))} if components.groups else {}),
     }

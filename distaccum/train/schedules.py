@@ -18,8 +18,8 @@ class Constant:
 
     Args:
         total_steps: updates of the run.
-        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
-        warmup_ratio: share of all updates that the rise takes.
+        warmup_steps: Steps of the warm-up. null: ``warmup_ratio`` applies.
+        warmup_ratio: Share of all steps that the warm-up takes: 0.1 is a tenth.
     """
 
     def __init__(self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0) -> None:
@@ -54,9 +54,9 @@ class Cosine(_Falling):
 
     Args:
         total_steps: updates until the end of the fall.
-        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
-        warmup_ratio: share of all updates that the rise takes.
-        final_ratio: the factor at ``total_steps``, and after it.
+        warmup_steps: Steps of the warm-up. null: ``warmup_ratio`` applies.
+        warmup_ratio: Share of all steps that the warm-up takes: 0.1 is a tenth.
+        final_ratio: Factor of the learning rate at the end of the schedule and after it.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Linear(_Falling):
 
     Args:
         total_steps: updates until the end of the fall.
-        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
-        warmup_ratio: share of all updates that the rise takes.
-        final_ratio: the factor at ``total_steps``, and after it.
+        warmup_steps: Steps of the warm-up. null: ``warmup_ratio`` applies.
+        warmup_ratio: Share of all steps that the warm-up takes: 0.1 is a tenth.
+        final_ratio: Factor of the learning rate at the end of the schedule and after it.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class WSD(_Falling):
 
     Args:
         total_steps: updates until the end of the decay.
-        warmup_steps: updates of the rise; null: ``warmup_ratio`` says how many.
-        warmup_ratio: share of all updates that the rise takes.
-        decay_ratio: share of ``total_steps`` that decays; the number of updates is rounded.
-        decay (linear | sqrt | cosine): its form.
-        final_ratio: the factor at ``total_steps``, and after it.
+        warmup_steps: Steps of the warm-up. null: ``warmup_ratio`` applies.
+        warmup_ratio: Share of all steps that the warm-up takes: 0.1 is a tenth.
+        decay_ratio: Share of all steps in which the rate decays.
+        decay (linear | sqrt | cosine): Form of the decay.
+        final_ratio: Factor of the learning rate at the end of the schedule and after it.
     """
 
     def __init__(

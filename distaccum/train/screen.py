@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,11 +97,21 @@ def open_screen(total_steps: int, world: World, signals: StopSignals, *, records
         screen.leave()
 
 
-def say(console: Console, text: str, *, indent: int = 2, style: str = "") -> None:
+def shown(path: Path) -> Path:
+    """A path as people read it: from the working directory where it lies below that."""
+    with suppress(OSError, ValueError):
+        return path.relative_to(Path.cwd())
+    return path
+
+
+def say(console: Console, text: str, *, indent: int = 2, style: str = "", faint: str = r"(?!)") -> None:
     """Prints text: on a terminal wrapped between words, with what is wrapped indented; else lines as they are.
 
     What has no spaces, such as a path, stays in one piece, whose wrapping is left to the terminal: it can be copied.
+    What the pattern ``faint`` finds is dim.
     """
+    from rich.text import Text  # noqa: PLC0415  for rank 0 alone
+
     if console.is_terminal:
         lines = [
             part
@@ -115,4 +125,6 @@ def say(console: Console, text: str, *, indent: int = 2, style: str = "") -> Non
             )
         ]
         text = "\n".join(lines)
-    console.print(text, style=style or None, markup=False, highlight=False, soft_wrap=True)
+    styled = Text(text, style)
+    styled.highlight_regex(faint, "dim")
+    console.print(styled, soft_wrap=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint.files import BEST
+from distaccum.config.direction import known_mode
 from distaccum.data.loader import padding_share
 from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.packing import PackCollator
@@ -20,19 +24,19 @@ from distaccum.precision.selection import describe
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
-from distaccum.train.screen import say
+from distaccum.train.screen import say, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import nn
 
 _MARGIN = 11  # columns of the header's names
 
 
-def _class_of(model: nn.Module) -> str:
-    """The model's own class, where ``fully_shard`` has made one of it and of torch's."""
-    classes = type(model).__mro__
-    return next(kind.__name__ for kind in classes if not kind.__module__.startswith("torch.distributed.fsdp"))
+def line_of_model(components: TrainingComponents) -> str:
+    """The model's own class, where ``fully_shard`` has made one of it and of torch's, and its parameters."""
+    classes = type(components.model).__mro__
+    own = next(kind.__name__ for kind in classes if not kind.__module__.startswith("torch.distributed.fsdp"))
+    return f"{own}, {components.parameters:,} parameters"
 
 
 def print_header(
@@ -47,12 +51,12 @@ def print_header(
     """Prints model, data, engine, precision and the batch plan; below the model the lines of its ``modules``."""
     plan, config = components.plan, components.config
     lines = {
-        "run": f"{run_dir.path}" + (f" ({note})" if note else ""),
+        "run": f"{shown(run_dir.path)}" + (f" ({note})" if note else ""),
         "world": f"{plan.world_size} x {engine.device.type}",
         "engine": f"{config.engine.name}: {engine.describe()}",
         "precision": describe(components.model, components.policy),
         "data": components.data.description + (", drawn by weight" if components.data.weights is not None else ""),
-        "model": f"{_class_of(components.model)}, {components.parameters:,} parameters",
+        "model": line_of_model(components),
         **_loading(components),
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {_updates(components)}",
@@ -71,7 +75,7 @@ def print_header(
 
 def print_taken_over(progress: Progress, ranks: int, console: Console) -> None:
     """Prints that this process is rank 0 from here on, in the place of one that was lost."""
-    line = f"process {os.getpid()} is rank 0 now, of {ranks}; {progress.window} windows are done"
+    line = f"process {os.getpid()} is rank 0 now, of {ranks}; {progress.window} steps are done"
     say(console, f"{'rank 0':<{_MARGIN}}{line}", indent=_MARGIN)
 
 
@@ -83,13 +87,13 @@ def _loading(components: TrainingComponents) -> dict[str, str]:
         return {}
     items = "samples" if plan.is_stream else "micro-batches"
     ahead = f"up to {workers.num_workers * factor} {items} ahead"
-    return {"loading": f"{workers.num_workers} processes on each rank, {ahead} (a window has {plan.items_of_window})"}
+    return {"loading": f"{workers.num_workers} processes on each rank, {ahead} ({plan.items_of_window} in a step)"}
 
 
 def _updates(components: TrainingComponents) -> str:
     if components.evaluates_alone:
-        return "no update to make, only an evaluation"
-    return f"{components.total_steps} updates to make"
+        return "no step to train, only an evaluation"
+    return f"{components.total_steps} steps to train"
 
 
 def _padding(data: DataSpec, lengths: Ids, plan: Plan, grouped: bool) -> str:
@@ -124,21 +128,21 @@ def print_summary(
     ``best`` is the record of the best checkpoint.
     """
     if state is State.PREEMPTED:
-        saved = f"saved in {run_dir.checkpoints}; the same command with resume=auto resumes it"
+        saved = f"saved in {shown(run_dir.checkpoints)}; the same command with resume=auto resumes it"
         if not components.config.checkpoint.saves:
             saved = "checkpoint.every=0, so nothing is saved"
         elif not progress.step:
             saved = "nothing to save yet; the same command with resume=auto begins"
-        where = f"{progress.step} of {components.total_steps} updates"
+        where = f"{progress.step} of {components.total_steps} steps"
         say(console, f"preempted ({stop_reason}): {where}; {saved}")
         return
     rows = {name.removeprefix("eval_").replace("_", " "): value for name, value in evaluation.items()}
     whole = components.config.trainer.eval_samples is None
     baselines = components.data.baselines() if whole and "bits per byte" in rows else {}
-    done = f"{progress.step} updates, {progress.samples:,} samples, {progress.skipped} skipped"
+    done = f"{progress.step} steps, {progress.samples:,} samples, {progress.skipped} skipped"
     if components.evaluates_alone:
-        done = f"evaluated the weights after {progress.step} updates"
-    say(console, f"done: {done}; {run_dir.path}")
+        done = f"evaluated the weights after {progress.step} steps"
+    say(console, f"done: {done}; {shown(run_dir.path)}")
     if stop_reason:
         say(console, f"stopped early: {stop_reason}")
     if not_finite(evaluation):
@@ -147,9 +151,24 @@ def print_summary(
         print_results(rows, baselines, console)
     if best is not None and components.config.checkpoint.best is not None:
         step, value = str(best["checkpoint"]).removeprefix("step-"), f"{best['metric']} {best['value']:.4f}"
-        say(console, f"best: step {step}, {value}; {run_dir.checkpoints / BEST}")
+        say(console, f"best: step {step}, {value}; {shown(run_dir.checkpoints / BEST)}")
+    elif evaluated := _best_of(run_dir.metrics, evaluation):
+        say(console, f"best: {evaluated}")
     if components.config.metrics.report:
-        say(console, f"report: {run_dir.report}")
+        say(console, f"report: {shown(run_dir.report)}")
+
+
+def _best_of(records: Path, evaluation: Mapping[str, float]) -> str:
+    """The best evaluation of a run by the first result whose name tells what is better; empty for one evaluation."""
+    name = next((name for name in evaluation if known_mode(name)), None)
+    with suppress(OSError, ValueError):
+        found = [json.loads(line) for line in records.read_text().splitlines() if f'"{name}"' in line]
+        finite = [(one[name], one["step"]) for one in found if math.isfinite(one[name])]
+        sign = 1 if known_mode(str(name)) == "min" else -1
+        if len(finite) > 1:
+            value, step = min(finite, key=lambda one: sign * one[0])
+            return f"step {step}, {name} {value:.4f}"
+    return ""
 
 
 def print_results(rows: Mapping[str, float], baselines: Mapping[str, float], console: Console) -> None:

@@ -250,7 +250,7 @@ def show(figures: dict[str, Any], ranks: int) -> None:
     """Prints a line for each figure, with its ratio to the hand-written loop's."""
     hand, middle, top = figures["hand-written"], figures["accumulate()"], figures["Trainer"]
     plan = f"accumulation {figures['accumulation']}, {ranks} ranks"
-    table = Table("per window", "hand-written", "accumulate()", "ratio", "Trainer", "ratio", title=plan)
+    table = Table("per step", "hand-written", "accumulate()", "ratio", "Trainer", "ratio", title=plan)
     for name in dict.fromkeys([*hand, *middle, *top]):
         a, *ours = hand.get(name, 0.0), middle.get(name, 0.0), top.get(name, 0.0)
         table.add_row(name, f"{a:,.2f}", *chain(*((f"{b:,.2f}", f"{b / a:.3f}" if a else "-") for b in ours)))

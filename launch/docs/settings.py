@@ -76,9 +76,9 @@ def _rows(those: Iterable[Setting]) -> Iterator[str]:
     for one in those:
         more = MORE.get(one.key)
         link = f" [More]({more})" if more else ""
-        owners = f"With {_listed([f'`{name}`' for name in one.engines])}: " if one.engines else ""
+        owners = f" Engines: {', '.join(f'`{name}`' for name in one.engines)}." if one.engines else ""
         default = f"`{one.default}`" if one.default else ""
-        yield f"| `{one.key}` | {_type(one)} | {default} | {owners}{one.meaning}{link} |"
+        yield f"| `{one.key}` | {_type(one)} | {default} | {one.meaning}{owners}{link} |"
 
 
 def _type(one: Setting) -> str:
@@ -101,7 +101,7 @@ def keys_of_choices() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}  # with the choices that have the key
     for (files, meaning), those in groupby(arguments(), lambda one: (one.files, one.meaning)):
         found = list(those)
-        together = [found] if re.fullmatch(r"of `[\w.]+`\.", meaning) else [[one] for one in found]
+        together = [found] if re.fullmatch(r"Argument of `[\w.]+`\.", meaning) else [[one] for one in found]
         for keys in together:
             columns = zip(*((f"`{one.key}`", _type(one), _default(one.default)) for one in keys), strict=True)
             rows.setdefault((*map("; ".join, columns), meaning), []).extend(files)

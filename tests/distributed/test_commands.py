@@ -38,7 +38,10 @@ def test_two_ranks_train_on_when_the_reader_of_their_output_leaves(tmp_path: Pat
 def test_help_under_torchrun_is_said_once(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "distaccum")
     ended = _shell('"$@"', *launcher, "train", "--help", "seed", folder=tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, "  seed  (int; default 0)\n      of weights, order and dropout.\n")
+    assert (ended.returncode, ended.stdout) == (
+        0,
+        "  seed  (int; default 0)\n      Random seed for initial weights, data order and dropout.\n",
+    )
 
 
 @pytest.mark.heavy

@@ -85,7 +85,7 @@ def test_the_command_line_evaluates_weights_alone(tmp_path: Path) -> None:
         )
         assert status(folder)["state"] == "done"
         assert not (folder / "checkpoints").exists()
-        assert "no update to make, only an evaluation" in ended.stdout
+        assert "no step to train, only an evaluation" in ended.stdout
         assert "evaluated the weights after" in ended.stdout
 
 

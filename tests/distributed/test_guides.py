@@ -231,7 +231,7 @@ def test_pieces_of_your_own_run_in_python_and_by_name(tmp_path: Path) -> None:
     assert float(in_python.splitlines()[-1]) < 0.2
     assert "points of a line" in by_name
     assert "eval_loss is below 0.02" in by_name
-    assert "10 updates, " in tokens
+    assert "10 steps, " in tokens
     assert float(pairs.splitlines()[-1]) > 0.5  # of 60 held-out pairs, by chance 0.02
     first, *_, last = map(float, balanced.splitlines())
     assert last < first

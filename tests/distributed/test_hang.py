@@ -210,7 +210,7 @@ def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
     "a rank that is 1.5 times as slow as the median",
     group="processes",
     does="trains on, with one warning; `slowest_rank` and `slowest_over_median` among the metrics",
-    says="rank 1 is slow: ... a window for loading data",
+    says="rank 1 is slow: ... a step for loading data",
 )
 def test_a_slow_rank_is_told_and_does_not_end_the_run(tmp_path: Path, says: Callable[[str], None]) -> None:
     folder = f"hydra.run.dir={tmp_path / 'run'}"

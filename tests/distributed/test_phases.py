@@ -169,7 +169,7 @@ def test_told_to_leave_while_it_starts_nothing_is_left(tmp_path: Path, after: fl
     "SIGTERM or SIGUSR1 to one rank alone, once or twice, in any phase from building the model on",
     group="signals",
     does="all ranks end their window, save and leave, `preempted`; resumed it is bitwise as if it had not been",
-    says="preempted (...): ... of 32 updates",
+    says="preempted (...): ... of 32 steps",
 )
 def test_one_rank_that_is_told_to_leave_takes_all_with_it(
     tmp_path: Path, whole: list[list[object]], says: Callable[[str], None]

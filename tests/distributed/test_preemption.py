@@ -95,7 +95,7 @@ def _preempt(run_dir: Path, records: int, number: signal.Signals, *arguments: ob
     pids = started.family()
     os.kill(pids[-1], number)
     assert started.end(pids) == 0, started.log.read_text()
-    assert f"preempted ({number.name}): {status(run_dir)['step']} of 60 updates" in started.log.read_text()
+    assert f"preempted ({number.name}): {status(run_dir)['step']} of 60 steps" in started.log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals
     "`trainer.max_time` is about to be over",
     group="signals",
     does="saves and leaves in time, `preempted`",
-    says="preempted (trainer.max_time is about to be over): ... updates; saved in ...",
+    says="preempted (trainer.max_time is about to be over): ... steps; saved in ...",
 )
 def test_a_run_ends_before_its_time_is_over(tmp_path: Path, says: Callable[[str], None]) -> None:
     began = time.monotonic()

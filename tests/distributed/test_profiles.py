@@ -90,7 +90,7 @@ def test_each_engine_is_profiled_and_trains_the_same(tmp_path: Path, engine: tup
         finished = succeed(*given, world=2, warm=warm, **extra)
         runs[name] = [[record[key] for key in EXACT] for record in metrics(folder)]
     assert runs["plain"] == runs["profiled"]
-    assert "windows 2 to 3 of this process" in finished.stdout
+    assert "steps 2 to 3 of this process" in finished.stdout
     names = sorted(path.name for path in (tmp_path / "profiled" / "profile").iterdir())
     assert names == ["rank-0.trace.json.gz", "rank-1.trace.json.gz", "table.json", "table.md"]
     table = _table(tmp_path / "profiled")

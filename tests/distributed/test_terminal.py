@@ -108,7 +108,7 @@ def _is_saved(run_dir: Path, by: str) -> None:
     "Ctrl-C",
     group="signals",
     does="saves and leaves, `preempted`, with one line, or two where that takes more than a second",
-    says="preempted (SIGINT): ... updates; saved in ...; the same command with resume=auto resumes it",
+    says="preempted (SIGINT): ... steps; saved in ...; the same command with resume=auto resumes it",
 )
 @pytest.mark.parametrize("start", ["one process", pytest.param("launch/train.sh", marks=pytest.mark.heavy), "torchrun"])
 def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
@@ -254,7 +254,7 @@ def test_what_happens_stays_in_the_scrollback_and_one_row_lives(tmp_path: Path, 
             log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
             assert log.count(f" WARNING users.own: rank {rank} logs\n") == 1
             assert log.count(f"UserWarning: rank {rank} warns\n") == 1
-        assert "preempted (SIGINT): 24 of 1000000 updates; saved in" in joined
+        assert "preempted (SIGINT): 24 of 1000000 steps; saved in" in joined
         own = [row for row in run.rows if row.startswith(("step ", "  ", "run ", "epoch ", "preempted"))]
         assert all(len(row) <= columns for row in own if str(tmp_path) not in row)
     finally:

@@ -135,7 +135,7 @@ def test_it_waits_for_neither_torch_nor_hydra(start: str, tmp_path: Path) -> Non
         env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}", COLUMNS="80"),
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout == "  seed  (int; default 0)\n      of weights, order and dropout.\n"
+    assert found.stdout == "  seed  (int; default 0)\n      Random seed for initial weights, data order and dropout.\n"
 
 
 FILES = [(group, path.stem) for group in GROUPS for path in sorted((conf_dir() / group).glob("*.yaml"))]

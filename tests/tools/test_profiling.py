@@ -223,7 +223,7 @@ def test_profiling_changes_no_bit_and_the_trace_has_every_range(gloo_world: Worl
     assert (ranges["forward"], ranges["backward"], ranges["backward and reduction"]) == (6, 3, 3)
     assert (ranges["loading"], ranges["count"], ranges["save"]) == (3, 3, ranges["save"])
     markdown = (tmp_path / "profiled" / "profile" / "table.md").read_text()
-    assert "# Profile: windows 3 to 5 of this process" in markdown
+    assert "# Profile: steps 3 to 5 of this process" in markdown
     assert [line.split(" | ")[0] for line in markdown.splitlines() if line[:4] in ("| 3 ", "| 4 ", "| 5 ")] == [
         "| 3",
         "| 4",
@@ -329,10 +329,10 @@ LATE_TO_THE_REDUCTION = [
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        (LATE_TO_THE_COUNT, "rank 1 is waited for: loading takes it 51.0 ms a window, the others' median is 1.0; "),
+        (LATE_TO_THE_COUNT, "rank 1 is waited for: loading takes it 51.0 ms a step, the others' median is 1.0; "),
         (
             LATE_TO_THE_REDUCTION,
-            "rank 0 is waited for: computing takes it 300.0 ms a window, the others' median is 200",
+            "rank 0 is waited for: computing takes it 300.0 ms a step, the others' median is 200",
         ),
         ([_windows(forward=0.1, reduction=0.1)] * 2, ""),
         ([_windows(loading=1.0)], ""),

@@ -297,7 +297,7 @@ def test_a_slow_rank_is_named_once_with_what_is_slow(
         _windows(worlds, ranks, loading, computing)
     (record,) = caplog.records  # rank 0 alone speaks
     assert record.getMessage().startswith("rank 2 is slow: ")
-    assert f"a window for {what}" in record.getMessage()
+    assert f"a step for {what}" in record.getMessage()
     for rank in ranks:
         assert rank.metrics["slowest_rank"] == 2
         assert rank.metrics["slowest_over_median"] > 1.5

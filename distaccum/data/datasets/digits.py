@@ -17,7 +17,7 @@ def digits(*, held_out: float) -> DataSpec:
     """Samples ``(image, label)``: fp32 of shape ``(1, 8, 8)`` in [0, 1], int64 scalar; the last part is held out.
 
     Args:
-        held_out: share of the samples to hold out.
+        held_out: Share of the samples to hold out.
 
     Raises:
         ConfigError: scikit-learn is not installed, or ``held_out`` is not between 0 and 1.

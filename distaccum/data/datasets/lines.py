@@ -46,12 +46,12 @@ def lines(
     Batches are padded to their longest line, or as the last two settings say; padded labels do not count.
 
     Args:
-        path: of a UTF-8 text file; None for the documentation.
-        seq_len: the most bytes of a line that are used.
-        held_out: share of the lines to hold out, rounded to one in n.
-        vocab_size: always 256; a setting so that models can refer to it.
-        pad_to: the length of every batch, from that of the longest line used to ``seq_len``, for which models are made.
-        pad_to_multiple_of: instead, rounds the length of each batch up to a multiple of it; a divisor of ``seq_len``.
+        path: A UTF-8 text file. null: CPython's documentation.
+        seq_len: Upper limit of a line in bytes; longer lines are truncated.
+        held_out: Share of the lines to hold out, rounded to one in n.
+        vocab_size: Number of token ids, always 256; models refer to it.
+        pad_to: Pad every batch to this length, between that of the longest line and ``seq_len``.
+        pad_to_multiple_of: Or: round the length of each batch up to a multiple of this; it must divide ``seq_len``.
 
     Raises:
         ConfigError: no such file, too few lines, or a share or length out of range.

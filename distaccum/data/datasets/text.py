@@ -106,9 +106,9 @@ def docs(*, seq_len: int, held_out: float, vocab_size: int = _BYTES) -> DataSpec
     """The topics of ``pydoc_data``, 470 kB of English that CPython contains; the last part is held out.
 
     Args:
-        seq_len: bytes of a sample.
-        held_out: share of the text to hold out.
-        vocab_size: always 256; a setting so that models can refer to it.
+        seq_len: Length of a sample in bytes.
+        held_out: Share of the text to hold out.
+        vocab_size: Number of token ids, always 256; models refer to it.
     """
     return _bytes_spec(
         documentation(), "CPython's documentation", seq_len=seq_len, held_out=held_out, vocab_size=vocab_size
@@ -133,10 +133,10 @@ def text(*, path: str, seq_len: int, held_out: float, vocab_size: int = _BYTES) 
     """The bytes of a file, or of all files below a folder, sorted by name and without hidden ones.
 
     Args:
-        path: of the file or the folder.
-        seq_len: bytes of a sample.
-        held_out: share of the text to hold out, its last part.
-        vocab_size: always 256; a setting so that models can refer to it.
+        path: A text file, or a folder of them.
+        seq_len: Length of a sample in bytes.
+        held_out: Share of the text to hold out, from its end.
+        vocab_size: Number of token ids, always 256; models refer to it.
 
     Raises:
         ConfigError: ``path`` does not exist, or holds no text.

@@ -29,14 +29,14 @@ def tokens(
     """The shards that match the glob ``path``, sorted by name; a shard is memory-mapped, never loaded whole.
 
     Args:
-        path: glob of the training shards.
-        vocab_size: ids must be below it.
-        seq_len: tokens per sample.
-        dtype (uint16 | uint32): of the ids in the shards.
-        held_out: share of the last shard to hold out at its end, without ``held_out_path``.
-        held_out_path: glob of shards to hold out, or several globs by name: ``{news: "n/*.bin", code: "c/*.bin"}``.
-        tokenizer: that made the ids, on the Hugging Face hub or in a folder; reads no sample, but writes the texts of
-            evaluations.
+        path: Pattern of the training files, such as ``data/train-*.bin``.
+        vocab_size: Number of token ids; all ids must be below it.
+        seq_len: Length of a sample in tokens.
+        dtype (uint16 | uint32): Number format of the ids in the files.
+        held_out: Share of the last file to hold out, from its end, if there is no ``held_out_path``.
+        held_out_path: Pattern of the held-out files, or several by name: ``{news: "n/*.bin", code: "c/*.bin"}``.
+        tokenizer: The tokenizer that made the ids, on the Hugging Face hub or in a folder; only used to show the texts
+            of evaluations.
 
     Raises:
         ConfigError: no shard matches, or a shard is empty, too short, or no whole number of ids long; or the tokenizer

@@ -437,7 +437,7 @@ class BatchPlan(Plan):
         """The plan in words, one line per fact."""
         tail = len(self.window(self.windows_per_epoch - 1))
         update = f"global batch {self.global_batch_size} samples = {describe_steps(self, self.accumulation_steps)}"
-        return [update, f"{self.samples:,} samples in {self.windows_per_epoch} windows, the last of {tail}"]
+        return [update, f"{self.samples:,} samples in {self.windows_per_epoch} steps, the last of {tail}"]
 
 
 @dataclass(frozen=True, kw_only=True)

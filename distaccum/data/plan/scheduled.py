@@ -210,7 +210,7 @@ class ScheduledPlan(Plan):
         """The plan in words, one line per fact."""
         plan = self.as_dict()
         update = f"global batch {self} samples = up to {describe_steps(self, plan['accumulation_steps'])}"
-        return [update, f"{self.samples:,} samples in {plan['windows_per_epoch']} windows (the first one)"]
+        return [update, f"{self.samples:,} samples in {plan['windows_per_epoch']} steps (the first epoch)"]
 
 
 @dataclass(frozen=True, kw_only=True)

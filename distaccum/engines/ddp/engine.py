@@ -123,7 +123,7 @@ class DDPEngine(Engine):
         elements = sum(p.numel() for p in self._parameters)
         sent = size_of(elements * self._policy.reduce_dtype.itemsize)
         how = "summed in a fixed order" if self.facts.numerics.fixed_order else "all-reduced"
-        line = f"parameters and gradients whole on every rank; {sent} of gradients {how} a window"
+        line = f"parameters and gradients whole on every rank; {sent} of gradients {how} per step"
         return line + self._stepper.describe(spread=size_of(sum(p.nbytes for p in self._parameters)))
 
     def begin_window(self, micro_steps: int, assignment: UnitAssignment | None = None) -> None:

@@ -71,7 +71,7 @@ class ZeRO1(WholeStepper):
 
     def describe(self, spread: str) -> str:
         """See :class:`WholeStepper`."""
-        return f"; {self.weights.held} {self.place}, {spread} of parameters broadcast a window"
+        return f"; {self.weights.held} {self.place}, {spread} of parameters broadcast per step"
 
     def before_step(self, optimizers: Sequence[Optimizer], step: OptimizerStep) -> None:
         """See :class:`WholeStepper`."""

@@ -159,7 +159,7 @@ class DeepSpeedEngine(Engine):
 
     def describe(self) -> str:
         """The stage, what it shards, and what a window sends."""
-        held = "gradients whole and fp32 until the boundary; one reduction per window"
+        held = "gradients whole and fp32 until the boundary; one reduction per step"
         if self._policy.casts and not hasattr(self._trained[0], "grad_dtype"):
             held = held.replace("fp32", f"in {self._policy.name}, for want of torch 2.10,")
         return f"ZeRO-{self._stage}: {_SHARDED[self._stage]}; {held}"

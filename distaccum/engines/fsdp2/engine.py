@@ -248,10 +248,10 @@ class FSDP2Engine(Engine):
         sync, other = ("every", "boundary") if self._units.every else ("boundary", "every")
         replicas = f" x {self._mesh['replicate'].size()} replicas" if self._replicated else ""
         costs = {
-            "boundary": f"{sent} of gradients reduce-scattered a window, {size_of(4 * elements)} of them held whole",
+            "boundary": f"{sent} of gradients reduce-scattered per step, {size_of(4 * elements)} of them held whole",
             "every": f"{sent} of gradients reduce-scattered a micro-step, {size_of(4 * elements // shards)} held",
         }
-        gathers = "twice a micro-step" if self._reshards else "once a window, and held"
+        gathers = "twice a micro-step" if self._reshards else "once per step, and held"
         return (
             f"sharded over {shards} ranks{replicas}; sync={sync}: {costs[sync]} (sync={other}: {costs[other]}); "
             f"{size_of(gathered)} of parameters gathered {gathers}"

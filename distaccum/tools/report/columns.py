@@ -10,7 +10,8 @@ from typing import Any
 from distaccum.tools.report.read import Record
 
 AXES = ("step", "samples", "tokens", "hours")
-_PLACES = frozenset(("step", "window", "epoch", "samples", "tokens"))  # of a record: where it is, not what it measures
+# Of a record: where it is, and which rank is meant; neither is a quantity.
+_PLACES = frozenset(("step", "window", "epoch", "samples", "tokens", "slowest_rank"))
 _NUMBERS = 90_000  # in one report, of some 20 bytes each
 _MOST, _FEWEST = 1000, 50  # parts of a run that are drawn
 
@@ -135,6 +136,6 @@ def final(records: Sequence[Record]) -> Mapping[str, tuple[Any, int]]:
     for record in records:
         step = finite(record.get("step")) or 0
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("step", "window", "applied"):
+            if isinstance(value, int | float) and name not in _PLACES - {"epoch"} | {"applied"}:
                 found[name] = (value, int(step))
     return found

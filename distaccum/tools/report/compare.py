@@ -93,6 +93,29 @@ def better(metric: str, run: Run) -> int:
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best number of a metric in a run, its step, and its point among all records."""
+
+    value: Number
+    step: int
+    point: int
+
+
+def bests(run: Run, whole: Columns) -> dict[str, Best]:
+    """By result of an evaluation whose better direction is known, the one of ``checkpoint.best`` first."""
+    checkpoint = run.config.get("checkpoint")
+    named = checkpoint.get("best") if isinstance(checkpoint, Mapping) else None
+    found = {}
+    for metric in sorted(whole.y, key=lambda name: (name != named, name != "eval_loss")):
+        way = better(metric, run) if metric.startswith("eval_") else 0
+        there = [(way * value, -i) for i, value in enumerate(whole.y[metric]) if way and value is not None]
+        if there:
+            value, point = max(there)
+            found[metric] = Best(way * value, int(whole.x["step"][-point]), -point)
+    return found
+
+
+@dataclass(frozen=True)
 class Summary:
     """A metric over a run: the last value, of whatever kind, and its step; of the finite ones what they span."""
 

@@ -52,13 +52,13 @@ def marks(run: Run, whole: Columns) -> list[Mark]:
         found.append(mark("start", bisect_right(windows, _number(start.get("window"))) - 1, _of_start(start, before)))
     for rollback in _rollbacks(run):
         window, step = _number(rollback.get("after_window")), rollback.get("to_step")
-        found.append(mark("rollback", bisect_right(windows, window) - 1, f"rolled back to update {step}"))
+        found.append(mark("rollback", bisect_right(windows, window) - 1, f"rolled back to step {step}"))
     best = str(run.best.get("checkpoint", ""))
     for step in run.kept:
-        text = f"checkpoint of update {step}" + (", the best" if best.endswith(f"step-{step}") else "")
+        text = f"checkpoint of step {step}" + (", the best" if best.endswith(f"step-{step}") else "")
         found.append(Mark("checkpoint", at_step(step), text))
     skips = [i for i, record in enumerate(run.records) if record.get("applied") is False]
-    found += [mark("skip", i, f"attempt {windows[i]} was skipped") for i in skips]
+    found += [mark("skip", i, f"step skipped: attempt {windows[i]}") for i in skips]
     return [one for kind in KINDS for one in _some([mark for mark in found if mark.kind == kind])]
 
 
@@ -68,7 +68,7 @@ def _of_start(start: Node, before: Node) -> str:
     how = {"preempted": "was preempted", "failed": "failed", "done": "was done", "running": "was killed"}.get(
         str(state)
     )
-    text = f"resumed at update {start.get('step')}" + (f": the process before {how}" if how else "")
+    text = f"resumed at step {start.get('step')}" + (f": the process before {how}" if how else "")
     if start.get("ranks") != before.get("ranks"):
         text += f"; {before.get('ranks')} → {start.get('ranks')} ranks"
     return text

@@ -1,10 +1,11 @@
 // Draws the charts of the embedded data as SVG, and answers the switches. No library, no network.
 (() => {
   "use strict";
-  const { axes, runs, charts } = JSON.parse(document.getElementById("data").textContent);
-  const AXES = { step: "updates", samples: "samples", tokens: "tokens", hours: "hours" };
+  const { axes, runs, charts, counted } = JSON.parse(document.getElementById("data").textContent);
+  const AXES = { step: "step", samples: "samples", tokens: "tokens", hours: "hours" };
+  if (counted !== "tokens") delete AXES.tokens;
   const DASHES = ["", "6 3", "2 3", "9 3 2 3", "1 4"];
-  const HEIGHT = 250, LEFT = 58, RIGHT = 12, TOP = 12, BOTTOM = 34;
+  const HEIGHT = 260, LEFT = 58, RIGHT = 12, TOP = 24, BOTTOM = 34;
   const state = { axis: "step", log: false, smooth: 0, marks: true, off: new Set(), range: null };
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -16,6 +17,10 @@
     return node;
   }
   const titled = (text, node) => { node.append(draw("title", {}, text)); return node; };
+  // One run has a color for each line of a chart, several have one each, and dashes for the lines.
+  const alone = runs.length === 1;
+  const colorOf = (one) => color(alone ? one.order : one.number);
+  const dashOf = (i) => alone ? "" : DASHES[i % DASHES.length];
   const color = (number) => number < 10 ? `var(--c${number})` : `hsl(${(number * 137.5) % 360} 60% 52%)`;
 
   // ------------------------------------------------------------------------------------------------ numbers in words
@@ -67,8 +72,8 @@
 
   // ---------------------------------------------------------------------------------------------------------- series
   // A moving average whose weights begin at the first point, each last value weighing 1 - smooth.
-  function smoothed(values, chart) {
-    if (!state.smooth || !chart.noisy) return values;
+  function smoothed(values, line) {
+    if (!state.smooth || !line.noisy) return values;
     let sum = 0, weight = 0;
     return values.map((value) => {
       if (value === null) return null;
@@ -78,7 +83,7 @@
     });
   }
   const seriesOf = (chart) => runs.flatMap((run, number) => state.off.has(number) ? [] : chart.lines
-    .map((line, i) => ({ run, number, line, dash: DASHES[i % DASHES.length] }))
+    .map((line, order) => ({ run, number, line, order, dash: dashOf(order) }))
     .filter(({ line }) => Object.hasOwn(run.y, line.metric))
     .map((one) => ({ ...one, xs: run.x[state.axis], ys: run.y[one.line.metric], odd: run.bad[one.line.metric] || [] })));
 
@@ -151,7 +156,7 @@
     const spanOfY = spanY(series, levels, spanOfX);
     const caption = make("figcaption", {}, chart.title);
     if (chart.lines.length > 1) for (const [i, line] of chart.lines.entries()) {
-      const sample = draw("path", { d: "M0 4H26", stroke: "currentColor", "stroke-width": 1.6, "stroke-dasharray": DASHES[i % DASHES.length] });
+      const sample = draw("path", { d: "M0 4H26", stroke: alone ? color(i) : "currentColor", "stroke-width": 2, "stroke-dasharray": dashOf(i) });
       caption.append(make("span", {}, draw("svg", { viewBox: "0 0 26 8" }, sample), line.label));
     }
     figure.replaceChildren(caption);
@@ -166,7 +171,7 @@
       : (value) => bottom - (value - y0) / (y1 - y0) * (bottom - TOP);
     const svg = draw("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": chart.title });
     const clip = `clip-${chart.key}`;
-    svg.append(draw("clipPath", { id: clip }, draw("rect", { x: LEFT - 4, y: 0, width: right - LEFT + 8, height: bottom + 3 })));
+    svg.append(draw("clipPath", { id: clip }, draw("rect", { x: LEFT - 7, y: 0, width: right - LEFT + 14, height: bottom + 3 })));
     const ticksY = spanOfY ? (state.log ? powers : evenly)(y0, y1, 5, chart.form === "bytes" ? 1024 : 10) : [];
     for (const value of ticksY) {
       svg.append(draw("path", { d: `M${LEFT} ${Y(value)}H${right}`, class: "grid" }),
@@ -179,7 +184,8 @@
         draw("text", { x: Math.min(x, right - 8), y: bottom + 16, "text-anchor": "middle" }, place(value)));
     }
     svg.append(draw("path", { d: `M${LEFT} ${bottom}H${right}`, class: "axis" }),
-      draw("text", { x: right, y: bottom + 28, "text-anchor": "end" }, state.axis === "hours" ? "time of training" : AXES[state.axis]));
+      draw("text", { x: right, y: bottom + 28, "text-anchor": "end" }, state.axis === "hours" ? "time of training" : AXES[state.axis]),
+      draw("text", { x: 4, y: TOP - 11 }, chart.unit));
     const inner = draw("g", { "clip-path": `url(#${clip})` });
     svg.append(inner);
     if (state.marks) drawMarks(inner, X, width, spanOfX);
@@ -188,18 +194,24 @@
     }
     let hidden = 0;
     for (const one of series) {
-      const stroke = { stroke: color(one.number), "stroke-dasharray": one.dash, "data-run": one.run.name, "data-metric": one.line.metric };
+      const stroke = { stroke: colorOf(one), "stroke-dasharray": one.dash, "data-run": one.run.name, "data-metric": one.line.metric };
       const [raw, below] = spanOfY ? path(one.xs, one.ys, one.odd, X, Y) : ["", 0];
       hidden += below;
-      if (state.smooth && chart.noisy) {
+      if (state.smooth && one.line.noisy) {
         inner.append(draw("path", { d: raw, class: "curve raw", stroke: stroke.stroke }));
-        inner.append(draw("path", { d: path(one.xs, smoothed(one.ys, chart), one.odd, X, Y)[0], class: "curve", ...stroke }));
+        inner.append(draw("path", { d: path(one.xs, smoothed(one.ys, one.line), one.odd, X, Y)[0], class: "curve", ...stroke }));
       } else {
         inner.append(draw("path", { d: raw, class: "curve", ...stroke }));
       }
       const there = one.ys.map((_, i) => i).filter((i) => one.ys[i] !== null && !(state.log && one.ys[i] <= 0));
       if (there.length <= 40 && spanOfY) {
         for (const i of there) inner.append(draw("circle", { cx: X(one.xs[i]), cy: Y(one.ys[i]), r: 2.5, fill: stroke.stroke }));
+      }
+      const best = one.run.best[one.line.metric], shown = best && spanOfY && !(state.log && best.value <= 0);
+      if (shown) {
+        const text = `best ${words(best.value, chart.form)} at step ${best.step}`;
+        if (alone && chart.lines.length < 5) (caption.children[one.order] || caption).append(make("b", {}, ` ${text}`));
+        inner.append(titled(`${one.line.label}: ${text}`, draw("circle", { cx: X(best.at[axes.indexOf(state.axis)]), cy: Y(best.value), r: 5, class: "best-mark", stroke: stroke.stroke })));
       }
       for (const [i, kind] of one.odd) {
         inner.append(titled(`${one.run.name}: ${one.line.metric} is ${kind}`, draw("text", { x: X(one.xs[i]) - 4, y: TOP + 10, class: "bad" }, "×")));
@@ -250,8 +262,8 @@
       const rows = series.map((one) => [one, nearest(one, at)]).filter(([, i]) => i >= 0).slice(0, 12);
       const lines = rows.map(([one, i]) => {
         const label = make("span", {}, make("i", { class: "swatch" }), [runs.length > 1 ? one.run.name : "", chart.lines.length > 1 || runs.length < 2 ? one.line.label : ""].filter(Boolean).join(" "));
-        label.firstChild.style.background = color(one.number);
-        return make("div", {}, label, make("b", {}, words(smoothed(one.ys, chart)[i], chart.form)));
+        label.firstChild.style.background = colorOf(one);
+        return make("div", {}, label, make("b", {}, words(smoothed(one.ys, one.line)[i], chart.form)));
       });
       const head = rows.length ? place(rows[0][0].xs[rows[0][1]]) : place(at);
       const index = axes.indexOf(state.axis);
@@ -294,6 +306,27 @@
     }, { "data-key": key }));
     return make("span", { class: "set", role: "group", "aria-label": label }, `${label} `, ...buttons);
   }
+  // What the marks on the charts mean: those that these runs have.
+  function key() {
+    const kinds = new Set(runs.flatMap((run) => run.marks.map((mark) => mark.kind)));
+    const paths = {
+      epoch: [{ d: "M9 0V14", class: "mark epoch" }, "an epoch begins"],
+      start: [{ d: "M9 0V14", class: "mark start", stroke: "currentColor" }, "resumed"],
+      rollback: [{ d: "M9 0V14", class: "mark rollback" }, "rolled back"],
+      checkpoint: [{ d: "M4 12h10l-5 -9z", class: "mark", fill: "currentColor" }, "checkpoint"],
+      skip: [{ d: "M9 3V11", class: "mark skip" }, "step skipped"],
+      level: [{ d: "M0 7H18", class: "level" }, charts.filter((chart) => runs.some((run) => chart.key in run.levels)).map((chart) => chart.limit).join(", ")],
+      best: [{ d: "M9 3a4 4 0 1 0 .1 0", class: "best-mark", stroke: "currentColor" }, "best value"],
+      bad: [{ d: "M5 3l8 8m0 -8l-8 8", stroke: "var(--bad)", "stroke-width": 2 }, "NaN or infinite"],
+    };
+    if (runs.some((run) => Object.keys(run.levels).length)) kinds.add("level");
+    if (runs.some((run) => Object.keys(run.best).length)) kinds.add("best");
+    if (runs.some((run) => Object.keys(run.bad).length)) kinds.add("bad");
+    const items = Object.entries(paths).filter(([kind]) => kinds.has(kind))
+      .map(([, [shape, text]]) => make("span", {}, draw("svg", { viewBox: "0 0 18 14" }, draw("path", shape)), text));
+    return items.length ? [make("p", { id: "key", class: "quiet" }, ...items)] : [];
+  }
+
   const tools = document.getElementById("tools");
   if (charts.length) {
     reset.addEventListener("click", () => { state.range = null; all(); });
@@ -326,6 +359,7 @@
     });
   }));
   document.getElementById("charts").replaceChildren(...figures);
+  document.getElementById("charts").before(...key());
   all();
   let width = document.getElementById("charts").clientWidth;
   new ResizeObserver(() => {

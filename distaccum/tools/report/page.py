@@ -13,15 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import distaccum
-from distaccum.tools.report.charts import charts, form_of, level
+from distaccum.tools.report.charts import charts, counted, form_of, level
 from distaccum.tools.report.columns import AXES, Columns, columns, finite, parts_of, thinned
-from distaccum.tools.report.compare import MISSING, best_of, better, changed, differing, flat, judged_by, summaries
+from distaccum.tools.report.compare import (
+    MISSING,
+    best_of,
+    bests,
+    better,
+    changed,
+    differing,
+    flat,
+    judged_by,
+    summaries,
+)
 from distaccum.tools.report.marks import marks
 from distaccum.tools.report.read import Run
 
 _HERE = Path(__file__).parent
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SPAN = ("least", "median", "greatest")
+_SPAN = {"least": "min", "median": "median", "greatest": "max"}
+_RATES = {"tokens_per_s": " tokens/s", "samples_per_s": " samples/s", "tflops_per_rank": " TFLOP/s"}
 _LONGEST = 400  # characters of a setting's value
 
 
@@ -32,14 +43,16 @@ def page(runs: Sequence[Run]) -> str:
     # Nothing is loaded, and no script runs but this one, whatever a run's files hold.
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'"
     title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")  # noqa: PLR2004
+    about = dict.fromkeys(filter(None, map(_trained, runs)))
+    shown = "".join(f'<p class="about">{_text(one)}</p>' for one in about) if len(about) == 1 else ""
     parts = parts_of(whole)
     drawn = [thinned(one, parts) for one in whole]
     body = [
-        f"<header><h1>{_text(title)}</h1>{_states(runs)}</header>",
+        f"<header><h1>{_text(title)}</h1>{shown}{_states(runs)}</header>",
         _table(*_overview(runs, whole), name="runs"),
-        _section("differences", "What differs", _differences(runs)) if len(runs) > 1 else "",
+        _section("differences", "Differences", _differences(runs)) if len(runs) > 1 else "",
         '<nav id="tools"></nav><main id="charts"><noscript><p>The curves need JavaScript.</p></noscript></main>',
-        _section("final", "Final numbers", _final(runs, whole) + _tables(runs)),
+        _section("final", "Final numbers", _final(runs, whole) + _slowest(runs) + _tables(runs)),
         *(_about(run, alone=len(runs) == 1) for run in runs),
         f"<footer>{_notes(runs, drawn)}</footer>",
         f'<script type="application/json" id="data">{_embedded(_data(runs, whole, drawn))}</script>',
@@ -71,6 +84,7 @@ def _data(runs: Sequence[Run], whole: Sequence[Columns], drawn: Sequence[Columns
     metrics = {line.metric for chart in shown for line in chart.lines}
     return {
         "axes": AXES,
+        "counted": counted(whole),
         "runs": [
             {
                 "name": run.name,
@@ -79,6 +93,10 @@ def _data(runs: Sequence[Run], whole: Sequence[Columns], drawn: Sequence[Columns
                 "y": {name: values for name, values in points.y.items() if name in metrics},
                 "bad": {name: odd for name, odd in points.bad.items() if name in metrics},
                 "marks": [asdict(mark) for mark in marks(run, all_points)],
+                "best": {
+                    name: {"at": [all_points.x[axis][one.point] for axis in AXES], "step": one.step, "value": one.value}
+                    for name, one in bests(run, all_points).items()
+                },
                 "levels": {chart.key: value for chart in shown if (value := level(run, chart)) is not None},
             }
             for run, all_points, points in zip(runs, whole, drawn, strict=True)
@@ -97,18 +115,34 @@ def _states(runs: Sequence[Run]) -> str:
         reason, step = str(run.status.get("reason") or ""), run.status.get("step", 0)
         name = f"{_text(run.name)}: " if len(runs) > 1 else ""
         if run.state in ("failed", "config_error"):
-            said.append(f'<p class="failed"><b>{name}failed</b> at update {_text(step)}. {_text(reason)}</p>')
+            said.append(f'<p class="failed"><b>{name}failed</b> at step {_text(step)}. {_text(reason)}</p>')
         elif run.state == "running":
             said.append(f'<p class="note"><b>{name}running</b> when this was written, unless it was killed.</p>')
         elif run.state == "unknown":
             said.append(f'<p class="note"><b>{name}</b>has no status.json that can be read.</p>')
         elif reason or run.state != "done":
-            said.append(f'<p class="note"><b>{name}{_text(run.state)}</b> at update {_text(step)}. {_text(reason)}</p>')
+            said.append(f'<p class="note"><b>{name}{_text(run.state)}</b> at step {_text(step)}. {_text(reason)}</p>')
     return "".join(said)
 
 
+def _trained(run: Run) -> str:
+    """The model and the data, as the run's header names them."""
+    return " · ".join(str(run.plan[key]) for key in ("model", "data") if run.plan.get(key))
+
+
+def _best(run: Run, whole: Columns) -> str:
+    """The best value of the result that the run is judged by, and its step."""
+    for metric, one in bests(run, whole).items():
+        name = metric.removeprefix("eval_").replace("_", " ")
+        return f"{_text(name)} <b>{_number(metric, one.value)}</b> at step {one.step:,}"
+    return ""
+
+
 def _overview(runs: Sequence[Run], whole: Sequence[Columns]) -> tuple[list[str], list[list[str]]]:
-    head = ["run", "state", "updates", "samples", "tokens", "time of training", "ranks", "engine", "began"]
+    places = AXES[:3] if counted(whole) == "tokens" else AXES[:2]
+    best = [_best(run, points) for run, points in zip(runs, whole, strict=True)]
+    head = ["run", "state", "steps", *places[1:], "time of training", "ranks", "engine", "began"]
+    head[2:2] = ["best result"] if any(best) else []
     rows = []
     for number, (run, points) in enumerate(zip(runs, whole, strict=True)):
         last = {axis: points.x[axis][-1] if points.x[axis] else 0 for axis in AXES}
@@ -118,7 +152,8 @@ def _overview(runs: Sequence[Run], whole: Sequence[Columns]) -> tuple[list[str],
             [
                 f'<i class="swatch c{number % 10}"></i>{_text(run.name)}',
                 f'<span class="state {_text(run.state)}">{_text(run.state)}</span>',
-                *(f"{last[axis]:,}" for axis in AXES[:-1]),
+                *([best[number]] if any(best) else []),
+                *(f"{last[axis]:,}" for axis in places),
                 _duration(last["hours"] * 3600),
                 _text(run.plan.get("world_size", "")),
                 _text(engine.get("name", "") if isinstance(engine, dict) else engine or ""),
@@ -129,7 +164,8 @@ def _overview(runs: Sequence[Run], whole: Sequence[Columns]) -> tuple[list[str],
 
 
 def _differences(runs: Sequence[Run]) -> str:
-    rows = [[_text(key), *map(_value, values)] for key, values in differing(runs)]
+    lines = [("model and data", values)] if len(set(values := list(map(_trained, runs)))) > 1 else []
+    rows = [[_text(key), *map(_value, values)] for key, values in [*lines, *differing(runs)]]
     if not rows:
         return "<p>Their configurations are the same.</p>"
     return _table(["setting", *(_text(run.name) for run in runs)], rows)
@@ -138,29 +174,51 @@ def _differences(runs: Sequence[Run]) -> str:
 def _final(runs: Sequence[Run], whole: Sequence[Columns]) -> str:
     if not any(run.records for run in runs):
         return "<p>Nothing was logged.</p>"
+    other = "samples_per_s" if counted(whole) == "tokens" else "tokens_per_s"
     found = [summaries(run, points) for run, points in zip(runs, whole, strict=True)]
+    for one in found:
+        one.pop(other, None)
     if len(runs) == 1:
+        best = bests(runs[0], whole[0])
         rows = [
             [
                 _text(name),
                 _number(name, one.last),
                 f"{one.step:,}",
                 *(_number(name, getattr(one, key)) for key in _SPAN),
+                f"{_number(name, best[name].value)} at step {best[name].step:,}" if name in best else "",
             ]
             for name, one in found[0].items()
         ]
-        return _table(["metric", "last", "at update", *_SPAN], rows, name="last")
+        return _table(["metric", "last", "at step", *_SPAN.values(), "best"], rows, name="last")
     rows = []
     for name in dict.fromkeys(name for one in found for name in one):
         direction = next((way for run in runs if (way := better(name, run))), 0)
         for which in dict.fromkeys(["last", judged_by(name, direction) if direction else "last"]):
             values = [getattr(one[name], which) if name in one else None for one in found]
             judged = direction if which == judged_by(name, direction) or name.startswith("eval_") else 0
-            rows.append(_compared(name, name if which == "last" else f"{name}, {which}", values, judged))
-    said = (
-        '<p class="quiet">The last value of each run and what it is judged by; the best in bold, if that is known.</p>'
-    )
+            rows.append(_compared(name, name if which == "last" else f"{name}, {_SPAN[which]}", values, judged))
+    said = '<p class="quiet">The last value of each run, and the one that it is judged by. The best is bold.</p>'
     return said + _table(["metric", *(_text(run.name) for run in runs)], rows, name="last")
+
+
+def _slowest(runs: Sequence[Run]) -> str:
+    """How often each rank was the slowest one, and how much slower than the median of the ranks."""
+    said = []
+    for run in runs:
+        ratios: dict[int, list[float]] = {}
+        for record in run.records:
+            rank, ratio = finite(record.get("slowest_rank")), finite(record.get("slowest_over_median"))
+            if rank is not None and ratio is not None:
+                ratios.setdefault(int(rank), []).append(ratio)
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        rows = [
+            [f"rank {rank}", f"{len(found):,}", f"{min(found):.2f} to {max(found):.2f} x"]
+            for rank, found in sorted(ratios.items(), key=lambda one: -len(one[1]))
+        ]
+        if rows:
+            said.append(f"<h3>Slowest rank{_text(of)}</h3>{_table(['rank', 'records', 'time over the median'], rows)}")
+    return "".join(said)
 
 
 def _tables(runs: Sequence[Run]) -> str:
@@ -172,7 +230,7 @@ def _tables(runs: Sequence[Run]) -> str:
             columns, rows = one.get("columns"), one.get("rows")
             if isinstance(columns, list) and isinstance(rows, list):
                 of = f" of {run.name}" if len(runs) > 1 else ""
-                said.append(f"<h3>{_text(name)}{_text(of)}, at update {_text(record.get('step'))}</h3>")
+                said.append(f"<h3>{_text(name)}{_text(of)}, at step {_text(record.get('step'))}</h3>")
                 cells = (list(map(_text, row)) for row in rows if isinstance(row, list))
                 said.append(_table(list(map(_text, columns)), cells))
     return "".join(said)
@@ -187,7 +245,7 @@ def _compared(metric: str, title: str, values: Sequence[Any], direction: int) ->
 def _about(run: Run, *, alone: bool) -> str:
     """Settings, plan, environment and log of one run; of one among several folded away."""
     parts = [
-        _details("What differs from the defaults", _changed(run), open_=alone),
+        _details("Changed from the defaults", _changed(run), open_=alone),
         _details("All settings", _all_settings(run)),
         _details("Parameter groups", _groups(run)),
         _details("Plan", _pairs(flat({key: value for key, value in run.plan.items() if key != "optimizer_groups"}))),
@@ -227,7 +285,7 @@ def _environment(run: Run) -> str:
     now = {key: value for key, value in run.starts[-1].items() if key != "before"}
     tables = _pairs(flat(now))
     if len(run.starts) > 1:
-        head = ["began", "at update", "ranks", "host", "commit", "the process before"]
+        head = ["began", "at step", "ranks", "host", "commit", "the process before"]
         rows = [
             [
                 *(_text(one.get(key, "")) for key in ("at", "step", "ranks", "host")),
@@ -273,7 +331,7 @@ def _notes(runs: Sequence[Run], drawn: Sequence[Columns]) -> str:
             said.append(f"{name}{run.damaged} lines of metrics.jsonl are damaged or cut short, and left out.")
         if run.superseded:
             said.append(f"{name}{run.superseded} records were made again after a resume (metrics.superseded.jsonl).")
-    said.append("Time of training is step_time_s times windows: without evaluations, checkpoints and pauses.")
+    said.append("Time of training is step_time_s times attempts: without evaluations, checkpoints and pauses.")
     said.append(f"Made {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} by distaccum {distaccum.__version__}.")
     return "".join(f"<p>{one}</p>" for one in said)
 
@@ -319,7 +377,8 @@ def _number(metric: str, value: Any) -> str:
     """A metric's number in its form, with all its digits where the pointer rests."""
     if value is None:
         return ""
-    return f'<span title="{_text(repr(value))}">{_text(written(value, form_of(metric)))}</span>'
+    shown = written(value, form_of(metric)) + _RATES.get(metric, "")
+    return f'<span title="{_text(repr(value))}">{_text(shown)}</span>'
 
 
 def written(value: Any, form: str) -> str:

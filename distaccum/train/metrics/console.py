@@ -13,15 +13,16 @@ from time import monotonic
 from rich.console import Console
 
 from distaccum.accumulation.progress import Progress
-from distaccum.config.checks import size_of
+from distaccum.config.checks import size_of, unit_of
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.train.live_line import LiveLine, takes_live_line
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record
 from distaccum.train.metrics.meter import Utilization, memory_of
-from distaccum.train.screen import TRAINING, Screen, say
+from distaccum.train.screen import TRAINING, Screen, say, shown
 
 _LONGEST = 200  # characters of a text; metrics.jsonl has all
+_TIMES = r"ETA [\d:d ]+\d|data wait \d+%|[\d.,]+ (?:samples|tokens|TFLOP)/s|MFU [\d.]+%|(?:GPU|RSS) [\d.]+ [KMGT]?i?B"
 
 
 class ConsoleLogger(Logger, Screen):
@@ -40,7 +41,7 @@ class ConsoleLogger(Logger, Screen):
         self.logger, self._total, self._status = self, total_steps, status
         self._live: LiveLine | None = None
         if console.is_interactive:
-            self._live = LiveLine(status.draw)
+            self._live = LiveLine(status.draw, faint=_TIMES)
             self._live.__enter__()
 
     def enter(self, doing: str) -> None:
@@ -69,17 +70,18 @@ class ConsoleLogger(Logger, Screen):
             if name.startswith("eval_") and isinstance(value, int | float)
         )
         if evaluated and self.console.is_terminal:
-            say(self.console, step + line, style=style)
+            say(self.console, step + line, style=style, faint=_TIMES)
             say(self.console, f"{step}held-out:{evaluated}")
         else:
-            say(self.console, step + line + (f"  held-out:{evaluated}" if evaluated else ""), style=style)
+            line += f"  held-out:{evaluated}" if evaluated else ""
+            say(self.console, step + line, style=style, faint=_TIMES)
         for number, one in enumerate(record.get(TEXTS, ())):
             say(self.console, f"{step}text {number}: {_line(one['prompt'])} >>> {_line(one['text'])}")
 
     def saved(self, step: int, path: Path) -> None:
         """Prints, on a terminal, where a checkpoint is."""
         if self.console.is_terminal:
-            say(self.console, f"step {step:>6}/{self._total}  saved: {path}")
+            say(self.console, f"step {step:>6}/{self._total}  saved: {shown(path)}")
 
     def alert(self, title: str, text: str) -> None:
         """Prints one line in red."""
@@ -110,10 +112,10 @@ def _line(text: str) -> str:
 
 
 def _of_window(record: Record) -> str:
-    unit = "samples" if record["samples"] == record["tokens"] else "tokens"  # what the loss counts
+    unit = unit_of(record["samples"], record["tokens"])
     line = (
         f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  "
-        f"{record['tokens_per_s']:,.0f} {unit}/s"
+        f"{record[f'{unit}_per_s']:,.0f} {unit}/s"
     )
     if "tflops_per_rank" in record:
         line += f"  {record['tflops_per_rank']:.3g} TFLOP/s"
@@ -245,8 +247,8 @@ class Status:
         if first is None or last is None or (seconds := last.trained_s - first.trained_s) < _LEAST_S:
             return [*loss, *room]
         samples = last.progress.samples - first.progress.samples
-        tokens = last.progress.tokens - first.progress.tokens
-        unit, number = ("samples", samples) if samples == tokens else ("tokens", tokens)
+        unit = unit_of(last.progress.samples, last.progress.tokens)
+        number = getattr(last.progress, unit) - getattr(first.progress, unit)
         utilized = {} if self._utilization is None else self._utilization.metrics(samples / seconds)
         found = [*self._left(progress), *loss, f"{number / seconds:,.0f} {unit}/s"]
         if "mfu" in utilized:

@@ -148,7 +148,7 @@ def test_two_containers_make_one_job(image: Image) -> None:
         assert second.wait(60) == 0, second.printed()
     run = image.volumes / "runs" / "nodes"
     assert status(run)["step"] == 3
-    assert first.printed().count("done: 3 updates") + second.printed().count("done: 3 updates") == 1
+    assert first.printed().count("done: 3 steps") + second.printed().count("done: 3 steps") == 1
 
 
 @pytest.mark.parametrize("tests", ["unit", "architecture", "distributed/test_evaluation.py"])

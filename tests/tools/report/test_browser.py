@@ -35,6 +35,8 @@ const look = (name) => {
   seen[name + " text"] = document.querySelector("#chart-loss").textContent;
 };
 look("start");
+seen.key = document.querySelector("#key").textContent;
+seen.best = [...document.querySelectorAll("#chart-loss .best-mark")].map((one) => one.textContent);
 seen.marks = document.querySelectorAll("#chart-loss .mark").length;
 click("#marks"); seen["no marks"] = document.querySelectorAll("#chart-loss .mark").length; click("#marks");
 for (const axis of ["samples", "tokens", "hours", "step"]) { click(`[data-key=${axis}]`); look(axis); }
@@ -134,8 +136,10 @@ def test_the_browser_draws_every_number_and_the_switches_switch(tmp_path: Path) 
         there = [one[metric] for one in read[run] if metric in one]
         assert curve["points"] == sum(math.isfinite(value) for value in there), (run, metric)
         assert curve["breaks"] == sum(not math.isfinite(value) for value in there), (run, metric)
-    assert start["a", "eval_news_loss"]["chart"] == start["a", "eval_web_loss"]["chart"] == "eval_loss"
+    assert start["a", "eval_news_loss"]["chart"] == start["a", "eval_web_loss"]["chart"] == "loss"
     assert "NaN or infinite: 1" in seen["start text"]
+    assert seen["key"] == "an epoch beginsrolled backcheckpointstep skippedoptim.clip_normbest valueNaN or infinite"
+    assert seen["best"] == ["held-out news: best 2 at step 100", "held-out web: best 3 at step 25"]
     assert seen["marks"] == 6  # three epochs' beginnings, a rollback, a checkpoint, a skip
     assert seen["no marks"] == 0
 
@@ -147,7 +151,7 @@ def test_the_browser_draws_every_number_and_the_switches_switch(tmp_path: Path) 
     assert smooth["b", "loss"]["first"] == start["b", "loss"]["first"]  # an average begins at the first value
     assert smooth["a", "lr"]["points"] == start["a", "lr"]["points"]
 
-    assert seen["tip"].startswith("updates 100")
+    assert seen["tip"].startswith("step 100")
     assert "1e-5" in seen["tip"]  # the last rate of a
     assert (seen["zoomed"], seen["whole"]) == (True, True)
     assert _by_curve(seen["zoom"])["a", "lr"]["first"] != start["a", "lr"]["first"]

@@ -44,7 +44,7 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path: Path) -> None:
         assert run["y"][name] == [value if value is None or math.isfinite(value) else None for value in values]
     assert run["bad"] == {"loss": [[9, "NaN"]], "grad_norm": [[9, "Infinity"]]}
     drawn = {line["metric"]: chart["key"] for chart in data["charts"] for line in chart["lines"]}
-    assert drawn["eval_loss"] == drawn["eval_news_loss"] == "eval_loss"  # a line for each held-out set
+    assert drawn["loss"] == drawn["eval_loss"] == drawn["eval_news_loss"] == "loss"  # a line for each held-out set
     assert drawn["data_wait_s"] == drawn["step_time_s"]
     assert not {"loss_scale", "skipped", "eval_news_samples"} & drawn.keys()  # that say nothing here
     assert run["levels"] == {"grad_norm": 1.0}
@@ -54,9 +54,48 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path: Path) -> None:
 def test_the_final_numbers_are_the_last_ones_and_what_they_span(tmp_path: Path) -> None:
     records = [record(step, loss=float(loss)) for step, loss in enumerate((4, 1, 9, 2, math.nan), 1)]
     rows = _page(a_run(tmp_path / "run", records)).rows("last")
-    assert rows["loss"] == ["nan", "5", "1", "3", "9"]  # last, its update, least, median, greatest
+    assert rows["loss"] == ["nan", "5", "1", "3", "9", ""]  # last, its step, min, median, max; a best one when held out
     assert rows["memory_bytes"][0] == "1 GiB"
     assert rows["step_time_s"][0] == "500 ms"
+
+
+def test_what_people_ask_first_is_named(tmp_path: Path) -> None:
+    """Model and data; the best value and its step; of which ranks was the slowest there is a table and no curve."""
+    records = [
+        record(s, eval_loss=float(value), eval_f1=s / 8, slowest_rank=s % 3, slowest_over_median=1 + s / 8)
+        for s, value in enumerate((4, 2, 3, 2, 5), 1)
+    ]
+    folder = a_run(tmp_path / "run", records)
+    (folder / "plan.json").write_text('{"model": "Net, 12 parameters", "data": "12 rows"}')
+    found = _page(folder)
+    (run,) = found.data["runs"]
+    assert "Net, 12 parameters · 12 rows" in found.text
+    assert "loss 2 at step 2" in found.rows("runs")["run"]
+    best = {name: found.rows("last")[name][-1] for name in ("eval_loss", "eval_f1")}
+    assert best == {"eval_loss": "2 at step 2", "eval_f1": "0.625 at step 5"}
+    assert run["best"]["eval_loss"]["at"][:2] == [2, 16]
+    assert "slowest_rank" not in run["y"].keys() | found.rows("last").keys()
+    table = next(rows for rows in found.tables.values() if rows[0] == ["rank", "records", "time over the median"])
+    assert table[1:] == [
+        ["rank 1", "2", "1.12 to 1.50 x"],
+        ["rank 2", "2", "1.25 to 1.62 x"],
+        ["rank 0", "1", "1.38 to 1.38 x"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_a_sample", "unit"), [(32, "tokens"), (1, "samples"), (0.75, "samples"), (1.3, "samples"), (2.0, "tokens")]
+)
+def test_tokens_are_named_where_they_are_counted(tmp_path: Path, of_a_sample: float, unit: str) -> None:
+    """Neither for images and rows, nor where the loss counts a sum of weights, which stands nowhere."""
+    records = [record(step, tokens=8 * step * of_a_sample, samples_per_s=312.0) for step in (1, 3)]
+    found = _page(a_run(tmp_path / "run", records))
+    assert found.data["counted"] == unit
+    assert ("tokens" in found.tables["runs"][0]) == ("tokens_per_s" in found.rows("last")) == (unit == "tokens")
+    assert [chart["unit"] for chart in found.data["charts"] if chart["key"] == "loss"] == [f"mean per {unit[:-1]}"]
+    assert [chart["lines"][0]["metric"] for chart in found.data["charts"] if chart["key"] == "throughput"] == [
+        f"{unit}_per_s"
+    ]
 
 
 HOSTILE = "<script>alert(1)</script>"
@@ -105,7 +144,7 @@ def test_several_runs_show_what_differs_and_which_is_better(tmp_path: Path) -> N
     assert found.rows("last")["eval_loss"] == ["4", "7"]
     text = page(read_runs([first, second]))
     assert '<td>eval_loss</td><td><b class="best"><span title="4.0">4</span></b></td>' in text
-    assert "<td>loss, least</td><td><span title=" in text  # 5.5, against 2
+    assert "<td>loss, min</td><td><span title=" in text  # 5.5, against 2
     with pytest.raises(ConfigError, match="named twice"):
         read_runs([first, tmp_path / "1" / ".." / "1" / "run"])
 
@@ -147,9 +186,9 @@ def test_odd_values_stop_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ({"state": "failed", "step": 7, "reason": "rank 1: OSError: no room"}, "failed at update 7. rank 1: OSError"),
+        ({"state": "failed", "step": 7, "reason": "rank 1: OSError: no room"}, "failed at step 7. rank 1: OSError"),
         ({"state": "running", "step": 7, "reason": ""}, "running when this was written"),
-        ({"state": "preempted", "step": 7, "reason": "SIGTERM"}, "preempted at update 7. SIGTERM"),
+        ({"state": "preempted", "step": 7, "reason": "SIGTERM"}, "preempted at step 7. SIGTERM"),
     ],
 )
 def test_how_the_run_ended_is_on_top(tmp_path: Path, status: dict[str, object], said: str) -> None:
@@ -163,7 +202,7 @@ def test_how_the_run_ended_is_on_top(tmp_path: Path, status: dict[str, object], 
 )
 def test_a_run_that_trained_nothing_has_a_report(tmp_path: Path, records: list[dict[str, object]]) -> None:
     found = _page(a_run(tmp_path / "run", records))
-    assert [chart["key"] for chart in found.data["charts"]] == ["eval_loss"] * len(records)
+    assert [chart["key"] for chart in found.data["charts"]] == ["loss"] * len(records)
 
 
 def test_secrets_that_a_file_still_holds_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +240,8 @@ def test_marks_stand_where_it_happened(tmp_path: Path) -> None:
         "checkpoint": [20, 160],
         "skip": [11, 96],
     }
-    assert found["start"]["text"] == "resumed at update 14: the process before was killed; 1 → 2 ranks"
-    assert found["rollback"]["text"] == "rolled back to update 10"
+    assert found["start"]["text"] == "resumed at step 14: the process before was killed; 1 → 2 ranks"
+    assert found["rollback"]["text"] == "rolled back to step 10"
 
 
 def test_a_checkpoint_between_two_records_stands_between_them(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_run_that_fails_leaves_its_report(gloo_world: World, tmp_path: Path) -
     reason = json.loads((tmp_path / "status.json").read_text())["reason"]
     found = _page(tmp_path)
     assert reason.startswith("rank 0: NonFiniteError")
-    assert f"failed at update 2. {reason}" in " ".join(found.texts).replace("  ", " ")
+    assert f"failed at step 2. {reason}" in " ".join(found.texts).replace("  ", " ")
     assert found.data["runs"][0]["bad"]["loss"] == [[2, "NaN"]]
     assert [mark["kind"] for mark in found.data["runs"][0]["marks"]] == ["checkpoint", "skip"]
 

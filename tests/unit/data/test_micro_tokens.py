@@ -191,7 +191,7 @@ def test_what_it_says() -> None:
     both = make_plan(SOURCE, **SIZES, micro_tokens=2000)
     assert isinstance(both, MicroTokenPlan)
     said = "global batch 16 samples = 2 ranks x about {} of at most 2,000 padded tokens{}"
-    epoch = "50 samples in 4 windows, the last of 2"
+    epoch = "50 samples in 4 steps, the last of 2"
     assert both.describe() == [said.format("2 micro-steps", " and 4 samples"), epoch]
     tokens = replace(both, limits_samples=False)
     assert tokens.describe() == [said.format("1 micro-step", ""), epoch]

@@ -101,6 +101,13 @@ def test_the_best_weights_are_taken_by_name(
         export.main()
         model.load_state_dict(dict(TensorFiles(tmp_path / f"{name}.safetensors")))
         assert _are_of(model, best.with_name(name))
+    monkeypatch.chdir(tmp_path)  # without a checkpoint of it the best value is named, too, and paths are relative
+    capsys.readouterr()
+    _train(tmp_path / "other", 5, SCORES)
+    records = map(json.loads, (tmp_path / "other" / "metrics.jsonl").read_text().splitlines())
+    loss, step = min((one["eval_loss"], one["step"]) for one in records)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [f"best: step {step}, eval_loss {loss:.4f}", "report: other/report.html"]
 
 
 def test_where_there_is_no_best_one_error_says_so(gloo_world: Any, tmp_path: Path) -> None:

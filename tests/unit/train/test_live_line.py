@@ -30,7 +30,7 @@ def terminal_of_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _line(text: str = ROW) -> LiveLine:
-    return LiveLine(lambda columns: text[:columns], every_s=3600)
+    return LiveLine(lambda columns: text[:columns], every_s=3600, faint=r"loss [\d.]+")
 
 
 def test_what_is_printed_stays_whole_above_the_row() -> None:
@@ -53,6 +53,7 @@ def test_what_is_printed_stays_whole_above_the_row() -> None:
             LOG.removeHandler(handler)
         assert screen.rows[-2:] == ["after it", "after"]
         assert ROW not in screen.rows
+        assert "step 3/10  \x1b[2mloss 0.3000\x1b[22m\r" in screen.said
         assert "\x1b[?25" not in screen.said  # the cursor is never hidden, and so cannot stay hidden
         assert sys.stdout is screen.stream
 

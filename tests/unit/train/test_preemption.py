@@ -136,5 +136,5 @@ def test_before_the_first_update_it_does_not_claim_to_have_saved(
     assert _losses(tmp_path, asks=True) == []
     assert not (tmp_path / "checkpoints").exists()
     said = capsys.readouterr().out
-    assert "preempted (SIGUSR1): 0 of 12 updates; nothing to save yet" in said
+    assert "preempted (SIGUSR1): 0 of 12 steps; nothing to save yet" in said
     assert "saved in" not in said

@@ -545,11 +545,12 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert out.getvalue().endswith("held-out:  bits per byte 2.2500\n")
 
 
-@pytest.mark.parametrize(("counted", "unit"), [(240, "tokens"), (24, "samples")])
-def test_a_record_is_in_tokens_where_the_loss_counts_them_and_in_samples_elsewhere(counted: int, unit: str) -> None:
+@pytest.mark.parametrize(("counted", "unit"), [(240, "tokens"), (24, "samples"), (30.5, "samples")])
+def test_a_record_is_in_tokens_where_the_loss_counts_them_and_in_samples_elsewhere(counted: float, unit: str) -> None:
     out = io.StringIO()
-    _console(Console(file=out, width=300)).log(RECORD | {"tokens": counted})
-    assert f"  5 {unit}/s  " in out.getvalue()
+    rates = {"tokens_per_s": 5.0, "samples_per_s": 6.0}
+    _console(Console(file=out, force_terminal=True, width=300)).log(RECORD | rates | {"tokens": counted})
+    assert f"  \x1b[2m{rates[f'{unit}_per_s']:.0f} {unit}/s\x1b[0m\n" in out.getvalue()  # dim
 
 
 def test_a_live_line_on_a_terminal() -> None:
@@ -586,6 +587,8 @@ def test_a_checkpoint_is_told_on_a_terminal_alone() -> None:
         out = io.StringIO()
         _console(Console(file=out, force_terminal=terminal, width=80)).saved(4, Path("/a/b"))
         assert out.getvalue() == expected
+    _console(Console(file=out, force_terminal=True)).saved(4, Path.cwd() / "runs" / "b")
+    assert out.getvalue() == "step      4/10  saved: runs/b\n"
 
 
 def test_a_path_is_in_one_piece_also_where_it_is_wider_than_the_terminal() -> None:
