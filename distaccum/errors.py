@@ -16,8 +16,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
 class DistaccumError(Exception):
@@ -107,3 +108,14 @@ def shorten(names: Iterable[object], most: int = 4) -> str:
     every = list(map(str, names))
     left = len(every) - most
     return ", ".join(every[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def kinds_of(value: Any) -> str:
+    """What a sample or a batch holds, as ``(float32 (8, 4), int64 (8,))`` or ``{text: str, label: int}``."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {kinds_of(part)}' for name, part in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({shorten(map(kinds_of, value), 8)})"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__

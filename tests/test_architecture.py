@@ -97,6 +97,7 @@ def test_every_room_has_its_place_and_says_what_lives_there() -> None:
 LIBRARIES = {
     "omegaconf": {
         "tools/command_line.py",
+        "tools/own_files.py",
         "tools/settings.py",
         "config/schema.py",
         "tools/plan/settings_command.py",

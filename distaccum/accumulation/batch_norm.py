@@ -60,7 +60,7 @@ def batch_statistics(model: nn.Module) -> list[str]:
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats)
-    ]
+    ] + [one for module in model.modules() for one in getattr(module, "batch_norms", ())]
 
 
 def warn_of_batch_statistics(model: nn.Module) -> None:

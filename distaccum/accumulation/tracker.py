@@ -140,9 +140,9 @@ class ProgressTracker:
         return self._known_progress
 
     @property
-    def max_possible_step(self) -> int:
-        """``progress.step`` if the last step was applied; never waits."""
-        return self._progress.step + (self._unresolved is not None)
+    def if_applied(self) -> Progress:
+        """Steps and position in the data if the last step was applied; never waits."""
+        return self._progress if self._unresolved is None else self._progress.after(samples=0, tokens=0, applied=True)
 
     @property
     def progress(self) -> Progress:
@@ -184,7 +184,7 @@ class ProgressTracker:
         if self._schedule is None:
             return []
         try:
-            return [self._schedule(step) for step in sorted({self._progress.step, self.max_possible_step})]
+            return [self._schedule(step) for step in sorted({self._progress.step, self.if_applied.step})]
         except Exception:  # the user's own, which begin_step meets too, where it is due
             return []
 

@@ -85,6 +85,7 @@ ON_DIVERGENCE = ("stop", "warn")
 ON_SPIKE = ("off", "warn", "skip")
 ROLLBACK = "rollback"  # of the Trainer alone
 AUTO = "auto"  # of checkpoint.background
+EPOCH = "epoch"  # of trainer.eval_every and checkpoint.every
 DOCUMENTS = "documents"  # of batch.packing
 LASTS = ("updates", "samples", "tokens")  # of batch.schedule
 VERIFY = ("first", "never")
@@ -98,6 +99,13 @@ def require(holds: bool, key: str, value: object, problem: str, remedy: str) -> 
     """Raises ConfigError unless ``holds``."""
     if not holds:
         raise ConfigError(key, value, problem, remedy)
+
+
+def take_digits(settings: Any, *names: str) -> None:
+    """Makes numbers of texts of digits, as ``${oc.env:...}`` gives them, in fields that take names, too."""
+    for name in names:
+        if isinstance(value := getattr(settings, name), str) and value.isdecimal():
+            object.__setattr__(settings, name, int(value))
 
 
 def require_type(key: str, value: object, hint: Any) -> None:
@@ -145,6 +153,13 @@ def require_count(key: str, value: int | None, *, least: int = 0, off: str = "")
     """A whole number from ``least`` on, or None; ``off`` says what 0 is for."""
     remedy = f"Use a whole number from {least}{f', or {off}' if off else ''}"
     require(value is None or value >= least, key, value, f"must be at least {least}", remedy)
+
+
+def require_interval(key: str, value: object, *, off: str) -> None:
+    """A number of updates, 0 for what ``off`` says, or ``epoch``."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    remedy = f"Give a whole number of updates, {EPOCH} for the end of each, or {off}"
+    require(whole or is_one_of((EPOCH,), value), key, value, "is no interval", remedy)
 
 
 def require_positive(key: str, value: float | None) -> None:
@@ -234,6 +249,16 @@ def require_group(key: str, group: Any) -> None:
         rate = rates.get("lr", 0.0)
         number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate < math.inf
         require(number, f"{place}.lr", rate, "is no rate", "Give a number from 0 on, such as 0.001")
+
+
+def require_named(group: str, nodes: Node) -> None:
+    """Mappings by a name each, which name a class."""
+    target = nodes.get("_target_")
+    remedy = f"Put a name of your own above it: {{mine: {{_target_: {target}}}}}, or {group}.mine._target_={target}"
+    require("_target_" not in nodes, f"{group}._target_", target, "has no name", remedy)
+    for name, node in nodes.items():
+        remedy = f"Write {group}.{name}._target_=package.module.Name"
+        require(isinstance(node, dict) and "_target_" in node, f"{group}.{name}", node, "names no class", remedy)
 
 
 def require_stage(key: str, stage: Any) -> None:

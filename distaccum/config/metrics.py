@@ -10,6 +10,7 @@ from distaccum.config.checks import (
     require,
     require_annotated,
     require_choice,
+    require_named,
     require_positive,
 )
 from distaccum.config.trainer import CheckpointConfig
@@ -107,9 +108,7 @@ class MetricsConfig:
         require_annotated("metrics", self)
         require_positive("metrics.peak_tflops", self.peak_tflops)
         require_positive("metrics.flops_per_sample", self.flops_per_sample)
-        for name, node in self.loggers.items():
-            remedy = f"Write metrics.loggers.{name}._target_=package.module.Name"
-            require(isinstance(node, dict), f"metrics.loggers.{name}", node, "names no class", remedy)
+        require_named("metrics.loggers", self.loggers)
 
     def check_checkpoints(self, checkpoint: CheckpointConfig) -> None:
         """Raises ConfigError where checkpoints are to be logged of which there are none."""

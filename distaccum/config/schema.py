@@ -26,6 +26,7 @@ from distaccum.config.checks import (
     require,
     require_annotated,
     require_choice,
+    require_named,
     require_seed,
 )
 from distaccum.config.compile import CompileConfig
@@ -42,12 +43,31 @@ from distaccum.config.trainer import (
     TrainerConfig,
 )
 from distaccum.errors import ConfigError, near_misses
+from distaccum.program import MODEL_AND_DATA, load
 
 
 def conf_dir() -> Path:
     """The YAML groups: packaged inside an installed distaccum, at the top of a checkout."""
     package = Path(__file__).parents[1]
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def schedule_named(name: str, *, lr: Any) -> Node:
+    """What the file of this name in ``conf/schedule`` holds, as ``schedule=NAME`` has it on the command line.
+
+    Args:
+        name: of the file.
+        lr: what ``optim.lr`` stands for in it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = {path.stem: path for path in sorted((conf_dir() / "schedule").glob("*.yaml"))}
+    if name not in files:
+        remedy = f"Use one of {', '.join(files)}, a function of the applied updates, or a scheduler of torch's"
+        raise ConfigError("schedule", name, f"no such schedule{near_misses(name, files)}", remedy)
+    node = OmegaConf.create({"optim": {"lr": lr}, "schedule": OmegaConf.load(files[name])})
+    return cast(Node, plain(node)["schedule"])
 
 
 _COSINE = {"_target_": "distaccum.train.schedules.Cosine", "warmup_ratio": 0.1, "final_ratio": 0.05}
@@ -131,6 +151,7 @@ class RunConfig:
         remedy = "Give one, as eval_loss, or several, as [eval_loss,tokens_per_s]"
         require(bool(texts), "objective", self.objective, "is not a name", remedy)
         require_choice("numerics", self.numerics, NUMERICS)
+        require_named("callbacks", self.callbacks)
         self._check_units()
         rolls_back = self.trainer.on_spike == ROLLBACK
         problem = "and checkpoint.every=0 saves nothing to roll back to"
@@ -169,7 +190,7 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration of nested plain values, by the keys of ``conf/``; what is left out has its default.
 
-        An engine, a precision or what to compile may be given by its name alone.
+        An engine, a precision, a schedule or what to compile may be given by its name alone.
 
         Raises:
             ConfigError: an unknown key, or a value of the wrong type or out of range.
@@ -194,6 +215,8 @@ def plain(node: DictConfig) -> Node:
     """
     try:
         return cast(Node, OmegaConf.to_container(node, resolve=True, throw_on_missing=True))
+    except oc.InterpolationResolutionError as error:
+        raise load(MODEL_AND_DATA)(translate(error), node) from error
     except oc.OmegaConfBaseException as error:
         raise translate(error) from error
 
@@ -215,6 +238,10 @@ def _without_another_optimizers(schema: DictConfig, node: Mapping[str, Any]) -> 
 def _from_plain(node: Mapping[str, Any]) -> RunConfig:
     named = {key: {"name": node[key]} for key in ("engine", "precision", "compile") if isinstance(node.get(key), str)}
     node = {**node, **named}
+    if isinstance(schedule := node.get("schedule"), str):
+        optim = node.get("optim")
+        lr = optim.get("lr", OptimConfig.lr) if isinstance(optim, Mapping) else OptimConfig.lr
+        node["schedule"] = schedule_named(schedule, lr=lr)
     if is_dataclass(node.get("engine", "")) and not isinstance(node["engine"], type):
         node["engine"] = asdict(engine_config(node["engine"]))
     engine_schema = settings_of(_name_of(node))

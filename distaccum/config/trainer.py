@@ -22,10 +22,12 @@ from distaccum.config.checks import (
     require_choice,
     require_count,
     require_group,
+    require_interval,
     require_positive,
     require_type,
     require_verify,
     seconds_of,
+    take_digits,
 )
 from distaccum.config.direction import MODES, mode_of
 
@@ -141,7 +143,7 @@ class TrainerConfig:
         max_time (duration | null): Save and stop before this time is over, so that another job can continue:
             ``12:00:00``, ``90s``, ``12h``. null: no limit.
         log_every: Steps between two log entries.
-        eval_every: Steps between two evaluations. 0: no evaluation.
+        eval_every (epoch | int): Steps between two evaluations. ``epoch``: after each epoch's last step. 0: none.
         eval_samples: Evaluate on the first samples of each held-out set only, such as 1000. null: all samples.
         num_workers: Data loading processes per rank.
         prefetch_windows: Steps whose data are loaded ahead. 0: as many micro-batches as
@@ -174,7 +176,7 @@ class TrainerConfig:
     max_epochs: Optional[int] = None  # noqa: UP045
     max_time: Any = None
     log_every: int = 10
-    eval_every: int = 50
+    eval_every: Any = 50
     eval_samples: Optional[int] = None  # noqa: UP045
     num_workers: int = 0
     prefetch_windows: int = 1
@@ -195,8 +197,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require_annotated("trainer", self)
         require_count("trainer.threads", self.threads, least=1)
-        if isinstance(self.max_steps, str) and self.max_steps.isdecimal():  # of ${oc.env:...}
-            object.__setattr__(self, "max_steps", int(self.max_steps))
+        take_digits(self, "max_steps", "eval_every")
         if not is_one_of((AUTO,), self.max_steps):
             require_type("trainer.max_steps", self.max_steps, Optional[int])  # noqa: UP045
             require_count("trainer.max_steps", self.max_steps, off="0 to evaluate alone")
@@ -204,7 +205,7 @@ class TrainerConfig:
         if self.max_time is not None:
             seconds_of("trainer.max_time", self.max_time)
         require_count("trainer.log_every", self.log_every, least=1)
-        require_count("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
+        require_interval("trainer.eval_every", self.eval_every, off="0 to switch evaluation off")
         require_count("trainer.eval_samples", self.eval_samples, least=1)
         require_count("trainer.num_workers", self.num_workers)
         require_count("trainer.prefetch_windows", self.prefetch_windows)
@@ -240,7 +241,7 @@ class CheckpointConfig:
     """When checkpoints are made, and which are kept.
 
     Args:
-        every: Steps between two checkpoints. 0: no checkpoints.
+        every (epoch | int): Steps between two checkpoints. ``epoch``: after each epoch's last step. 0: no checkpoints.
         every_minutes: Also save after this many minutes without a checkpoint, such as 30. null: off.
         keep: Number of newest checkpoints to keep. 0: all.
         background (auto | true | false): Write checkpoints while training goes on, from a copy in host memory.
@@ -252,7 +253,7 @@ class CheckpointConfig:
         best_mode: Older name of ``checkpoint.mode``.
     """
 
-    every: int = 50
+    every: Any = 50
     every_minutes: Optional[float] = None  # noqa: UP045
     keep: int = 2
     background: Any = AUTO
@@ -262,6 +263,8 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require_annotated("checkpoint", self)
+        take_digits(self, "every")
+        require_interval("checkpoint.every", self.every, off="0 to save none")
         require_choice("checkpoint.background", self.background, (True, False, AUTO))
         require_positive("checkpoint.every_minutes", self.every_minutes)
         require_choice("checkpoint.mode", self.mode, (*MODES, None))
@@ -270,7 +273,6 @@ class CheckpointConfig:
         require(once, "checkpoint.best_mode", self.best_mode, f"and mode={self.mode}", "State checkpoint.mode alone")
         saves = self.best is None or self.saves
         require(saves, "checkpoint.best", self.best, "and checkpoint.every=0 saves nothing", "Give a number of updates")
-        require_count("checkpoint.every", self.every, off="0 to save none")
         require_count("checkpoint.keep", self.keep, off="0 to keep all")
 
     def mode_of_best(self) -> str:

@@ -196,7 +196,23 @@ def prepare(model: nn.Module, context: EngineContext) -> EngineContext:
     Raises:
         ConfigError: the model or the hardware cannot do what they ask for.
     """
+    context = replace(context, precision=_with_that_of(model, context.precision))
     return replace(context, generated=check_engine(model, context))
+
+
+def _with_that_of(model: nn.Module, precision: PrecisionConfig) -> PrecisionConfig:
+    """With the format that a module ``rounds_to`` by itself, where none is stated.
+
+    Raises:
+        ConfigError: another one is.
+    """
+    for module in model.modules():
+        if own := getattr(module, "rounds_to", None):
+            problem = f"and {type(module).__name__} rounds to {own} by itself"
+            holds = precision.name in (PrecisionConfig.name, own)
+            require(holds, "precision", precision.name, problem, f"Use precision={own}, or leave it out")
+            precision = replace(precision, name=own)
+    return precision
 
 
 def create(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import ConfigError, MisuseError, kinds_of
 from distaccum.losses.linear_cross_entropy import CHUNK, ChunkedOutput
 
 
@@ -58,6 +58,9 @@ Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 def _parts(batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Inputs, labels, and what the model is given beside."""
+    if not isinstance(batch, tuple | list) or len(batch) < 2:  # noqa: PLR2004  inputs and labels
+        problem = f"cross entropy takes batches (inputs, labels), and the data gives {kinds_of(batch)}"
+        raise MisuseError(f"{problem}: collate them so, or name the loss that takes these (docs/bring-your-own.md)")
     inputs, labels, *positions = batch
     return inputs, labels, {"position_ids": positions[0]} if positions else {}
 
@@ -101,7 +104,7 @@ class CrossEntropy:
 
     def count(self, batch: Batch) -> int:
         """The number of labels that are not ignored."""
-        return count_labels(batch[1], ignore_index=self.ignore_index)
+        return count_labels(_parts(batch)[1], ignore_index=self.ignore_index)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The summed cross entropy, 0-dim fp32.

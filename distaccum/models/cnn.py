@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError, kinds_of
+
+_DIMENSIONS = 4
 
 
 class CNN(nn.Module):
@@ -32,6 +34,11 @@ class CNN(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Raises RuntimeError, as torch does, on other shapes."""
+        """Raises MisuseError on what is no such image."""
+        if not isinstance(images, Tensor) or images.ndim != _DIMENSIONS or images.shape[1] != 1:
+            problem = (
+                f"the CNN takes images of one channel, float32 (batch, 1, H, W), and the data gives {kinds_of(images)}"
+            )
+            raise MisuseError(f"{problem}: name a model for these data, one of your own by model._target_")
         logits: Tensor = self.layers(images)
         return logits

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError, kinds_of
 
 KERNELS = {
     "auto": None,
@@ -25,6 +25,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_IDS = (torch.int32, torch.int64)
 _NO_KERNEL = ("No available kernel", "No viable backend")  # CUDA's words, and the CPU's
 _CHOICES = {"positions": ("rotary", "learned"), "gelu": ("exact", "tanh"), "attention": tuple(KERNELS)}
 
@@ -117,7 +118,12 @@ class GPT(nn.Module):
 
         Raises:
             ValueError: the sequence, or a document, is longer than ``seq_len``.
+            MisuseError: these are no token ids.
         """
+        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.ndim != 2:  # noqa: PLR2004  (B, T)
+            problem = f"the GPT takes token ids, int64 (batch, length), and the data gives {kinds_of(ids)}"
+            remedy = "name a model for these data: model=cnn for images (1, H, W), or one of your own by model._target_"
+            raise MisuseError(f"{problem}: {remedy} (docs/bring-your-own.md)")
         length = ids.shape[1]
         if position_ids is None and length > self.seq_len:
             raise ValueError(f"a sequence of {length} tokens, but the model was built for seq_len={self.seq_len}")

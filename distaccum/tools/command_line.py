@@ -31,6 +31,7 @@ from distaccum.config.instantiate import signature_of, target_of
 from distaccum.config.schema import RunConfig, conf_dir, dotted, translate, unknown_key
 from distaccum.errors import ConfigError, near_misses, shorten
 from distaccum.tools.other_names import of_another_library
+from distaccum.tools.own_files import of_a_python_file
 
 # The configuration that a command line's groups compose: which settings there are, for suggestions.
 
@@ -171,6 +172,8 @@ def flags_as_settings(
     for argument in arguments:
         if argument.startswith("~"):
             _refuse_taking_out(argument)
+        if error := of_a_python_file(*argument.partition("=")[::2]):
+            raise error
     options = get_args_parser()._option_string_actions  # argparse has no public name for them
     changed: list[str] = []
     flags: list[int] = []  # where a flag stands that may be a setting

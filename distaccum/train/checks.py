@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, default_collate
 
 from distaccum.checkpoint import weights
-from distaccum.config.checks import GLOO
+from distaccum.config.checks import EPOCH, GLOO
 from distaccum.config.schema import RunConfig
 from distaccum.data.factory import check_workers, loading_options
 from distaccum.data.held_out import evaluation_workers
@@ -217,7 +217,7 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
         if not isinstance(optimizer, Optimizer):
             shown = f"the class {optimizer.__name__}" if inspect.isclass(optimizer) else type(optimizer).__name__
             problem = "is a scheduler" if isinstance(optimizer, LRScheduler) else "is no torch.optim.Optimizer"
-            remedy = "Give an optimizer over model.parameters(), or leave it to config; a schedule is config's"
+            remedy = "Give an optimizer over model.parameters(), or leave it to config; a scheduler is schedule="
             raise ConfigError("optimizer", shown, problem, remedy)
 
 
@@ -297,6 +297,19 @@ def _check_set(data: DataSpec, name: Any, held_out: Any) -> None:
         raise ConfigError("data", data.description or None, problem, remedy)
     if not len(held_out):
         raise ConfigError("data", data.description, f"holds out an empty set{called}", "Hold out more, or nothing")
+
+
+def check_intervals(run: Stated) -> None:
+    """Refuses what is due at the end of each epoch of data whose epochs have no known end.
+
+    Raises:
+        ConfigError: the data is a stream.
+    """
+    stated = {"trainer.eval_every": run.config.trainer.eval_every, "checkpoint.every": run.config.checkpoint.every}
+    for key, every in stated.items() if run.plan.is_stream else ():
+        if every == EPOCH:
+            problem = "the data is a stream, and nobody knows how long its epoch is"
+            raise ConfigError(key, every, problem, "Give a number of updates")
 
 
 def check_results(run: Stated) -> None:
@@ -400,6 +413,7 @@ def _check_classes(run: Stated) -> None:
 
 CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_workers(run.data, run.plan, run.config.trainer.num_workers, asdict(run.config.trainer.loader)),
+    check_intervals,
     check_held_out,
     lambda run: check_model(run.model),
     lambda run: check_hardware(run.config, run.device),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
@@ -45,7 +42,8 @@ from distaccum.train.checks import CHECKS, Stated, Texts, check_optimizers, load
 from distaccum.train.config_diff import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import Logger
-from distaccum.train.optimizer import GroupSize, TorchSchedule, build_optimizers, group_sizes
+from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes
+from distaccum.train.schedule import built_with, make_schedule
 from distaccum.train.schedules import Constant
 
 _log = logging.getLogger(__name__)
@@ -177,6 +175,7 @@ def build_components(
     world_size: int,
     device: torch.device,
     optimizers: Sequence[Optimizer] = (),
+    schedule: Any = None,
     callbacks: Sequence[Callback] = (),
     metrics: Mapping[str, EvaluationMetric] | None = None,
     loggers: Sequence[Logger] = (),
@@ -194,6 +193,7 @@ def build_components(
         world_size: number of ranks.
         device: of this rank.
         optimizers: over the model's parameters; by default the configuration's.
+        schedule: what ``make_schedule`` takes, which ``config.schedule`` describes; by default that is what is built.
         callbacks: called before those of the configuration.
         metrics: further results of an evaluation, by name.
         loggers: of the records, beside those of the configuration.
@@ -224,12 +224,12 @@ def build_components(
     for check in CHECKS:
         check(stated)
     engine = _prepare_engine(stated, planned=planned, builder=builder)
-    peak = float(optimizers[0].param_groups[0]["lr"]) if optimizers else config.optim.lr
+    config = replace(config, precision=engine.precision)  # which may be the model's own
+    made = {"schedule": config.schedule, "precision": asdict(config.precision)}
     trained = optimizers or _build_optimizers(config, model, device)
-    _warn_of_rates(trained, is_pretrained=_is_pretrained(config, model))
     return TrainingComponents(
         config=config,
-        record=redact({**(record or asdict(config)), "schedule": config.schedule}),
+        record=redact({**(record or asdict(config)), **made}),
         data=data,
         plan=plan,
         model=model,
@@ -237,7 +237,7 @@ def build_components(
         loss=loss,
         optimizers=trained,
         groups=[] if optimizers else group_sizes(config.optim, model),
-        schedule=_schedule_of(config.schedule, stated.total_steps, peak, trained, everyone),
+        schedule=_schedule_of(stated, schedule, trained),
         callbacks=everyone,
         metrics=stated.metrics,
         loggers=loggers,
@@ -301,7 +301,7 @@ def _build_optimizers(config: RunConfig, model: nn.Module, device: torch.device)
 
 
 def _warn_of_rates(optimizers: Sequence[Optimizer], *, is_pretrained: bool) -> None:
-    rates = [(float(group["lr"]), type(one).__name__) for one in optimizers for group in one.param_groups]
+    rates = [(built_with(group), type(one).__name__) for one in optimizers for group in one.param_groups]
     if not any(rate for rate, _ in rates):
         _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
     highest = max((rate for rate, name in rates if "adam" in name.lower()), default=0.0)
@@ -330,46 +330,32 @@ def build_data(node: Node) -> DataSpec:
         raise ConfigError("data._target_", node["_target_"], str(error), "Return one of these from it") from error
 
 
-def _schedule_of(
-    node: Node, total_steps: int, peak: float, optimizers: Sequence[Optimizer], callbacks: Sequence[Callback]
-) -> Schedule:
-    """The schedule of a run.
+def _schedule_of(stated: Stated, given: Any, optimizers: Sequence[Optimizer]) -> Schedule:
+    """The schedule of a run, which steps these optimizers: the one that is ``given``, or the configuration's.
 
     Raises:
         ConfigError: it cannot be built; or it, or a callback, changes the rate of a schedule-free optimizer, whose
             averages stand for a schedule.
     """
+    node, total_steps = stated.config.schedule, stated.total_steps
+    _warn_of_rates(optimizers, is_pretrained=_is_pretrained(stated.config, stated.model))
     if not total_steps:
         return Constant(total_steps=0)
-    schedule = _build_schedule(node, total_steps, peak)
+    peak = built_with(optimizers[0].param_groups[0]) if stated.optimizers else stated.config.optim.lr
+    schedule = make_schedule(
+        node if given is None else given, total_steps=total_steps, peak=peak, optimizers=stated.optimizers
+    )
+    if given is None and any(hasattr(one.step, "_wrapped_by_lr_sched") for one in stated.optimizers):  # torch's mark
+        _log.warning("a scheduler was made over the optimizer, and nothing steps it: give it as schedule=")
     free = [type(one).__name__ for one in optimizers if has_two_weights(one)]
     if not free:
         return schedule
     problem = f"changes the rate of {free[0]}, whose averages stand for a schedule"
     if len({schedule(step) for step in range(total_steps)}) > 1:
         raise ConfigError("schedule", node["_target_"], problem, "Use schedule=constant, and its own warm-up")
-    changing = [type(one).__name__ for one in callbacks if type(one).lr_factor is not Callback.lr_factor]
+    changing = [type(one).__name__ for one in stated.callbacks if type(one).lr_factor is not Callback.lr_factor]
     if changing:
         raise ConfigError("callbacks", changing[0], problem, "Leave it out, or use another optimizer")
-    return schedule
-
-
-def _build_schedule(node: Node, total_steps: int, peak: float) -> Schedule:
-    target = target_of("schedule", node)
-    if inspect.isclass(target) and issubclass(target, ReduceLROnPlateau):
-        problem = "is a scheduler of an optimizer, and a schedule is a function of the applied updates"
-        remedy = "Use callbacks=plateau (distaccum.train.callbacks.ReduceLROnPlateau), next to a schedule"
-        raise ConfigError("schedule", node["_target_"], problem, remedy)
-    schedule: Schedule
-    if inspect.isclass(target) and issubclass(target, LRScheduler):
-        schedule = TorchSchedule(node, peak=peak, total_steps=total_steps)
-    else:
-        schedule = build("schedule", node, total_steps=total_steps)
-    factor: Any = schedule(0) if callable(schedule) else None
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-        problem = f"gives {factor!r} for the first update"
-        remedy = "Return a callable: its argument is the number of applied updates, its result a factor of optim.lr"
-        raise ConfigError("schedule", node["_target_"], problem, remedy)
     return schedule
 
 

@@ -38,7 +38,7 @@ _MEAN_TOLERANCE = 0.01  # of the halves' sum: far below the half by which a mean
 
 def evaluates(data: DataSpec, config: RunConfig) -> bool:
     """Whether the run makes evaluations."""
-    return bool(data.held_out) and config.trainer.eval_every > 0
+    return bool(data.held_out) and config.trainer.eval_every != 0
 
 
 @contextmanager

@@ -181,6 +181,8 @@ class Loop:
                     self.step_window(window)
                     if self.at_end:
                         break
+                else:
+                    self._end_epoch()
             self._tracker.raise_if_nonfinite()
         except self.passes:
             raise
@@ -205,8 +207,8 @@ class Loop:
         for part in self.parts:
             part.on_window(self, window.plain, outcome)
         self._last = (window.plain, outcome)
-        step = self._tracker.max_possible_step
-        if any(part.watches or part.due(step) for part in self.parts):
+        progress = self._tracker.if_applied
+        if any(part.watches or part.due(progress) for part in self.parts):
             self.resolve()
         for part in self.parts:
             part.between_windows(self)
@@ -217,6 +219,12 @@ class Loop:
         """Waits for the last window, and does what it is owed."""
         self._tracker.resolve_last_step()
         self._look_back(self.known_progress)
+
+    def _end_epoch(self) -> None:
+        """Does what the last window of the epoch is owed, and what is due there though that was no update."""
+        self.resolve()
+        for part in () if self.at_end else self.parts:
+            part.epoch_ended(self)
 
     def _look_back(self, progress: Progress) -> None:
         """Does what the last window is owed, which is known to be applied or not; ``progress`` includes it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from time import monotonic
@@ -17,7 +18,7 @@ from distaccum.config.checks import require_type
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import EngineConfig, engine_config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import RunConfig
+from distaccum.config.schema import RunConfig, schedule_named
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.signals import die_with_parent
@@ -33,6 +34,7 @@ from distaccum.train.failure import group_timeout
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.run import Launch, Start, run
 from distaccum.train.run_dir import RunDir
+from distaccum.train.schedule import built_with, name_of
 
 
 class Trainer:
@@ -59,10 +61,17 @@ class Trainer:
         precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, or a ``PrecisionConfig``.
         compile: ``none``, ``blocks`` or ``model``, or a ``CompileConfig``.
         clip_norm: the largest norm of the global gradient.
+        schedule: the factor of every learning rate, by applied updates: ``cosine``, ``linear``, ``wsd``, ``constant``
+            or ``one_cycle``, as on the command line; a function of the number of applied updates; a scheduler of
+            torch's over ``optimizer``, or its class, or a function that makes it of an optimizer, with arguments in a
+            ``functools.partial``; or a mapping with a ``_target_``.
+        eval_every: updates between two evaluations; ``epoch``: after the last update of each; 0: none.
+        log_every: updates between two records.
+        checkpoint_every: updates between two checkpoints; ``epoch`` and 0 as of ``eval_every``.
         seed: of the order of samples and of random numbers.
         resume: ``never``, ``auto`` (the newest checkpoint of ``run_dir``) or a checkpoint's path.
-        optimizer: over the model's parameters, or several, over disjoint sets of them; the schedule multiplies their
-            learning rates. By default that of ``config``.
+        optimizer: over the model's parameters, or several, over disjoint sets of them. Their rates stay where no
+            schedule is stated. By default that of ``config``.
         callbacks: called on every rank, before those of ``config``.
         metrics: further results of an evaluation by name, as torchmetrics has them; the loss needs ``predictions``.
         loggers: called on rank 0, beside those of ``config``.
@@ -93,6 +102,10 @@ class Trainer:
         precision: str | PrecisionConfig | None = None,
         compile: str | CompileConfig | None = None,  # noqa: A002  torch's own word
         clip_norm: float | None = None,
+        schedule: Any = None,
+        eval_every: int | str | None = None,
+        log_every: int | None = None,
+        checkpoint_every: int | str | None = None,
         seed: int | None = None,
         resume: str | Path | None = None,
         optimizer: Optimizer | Sequence[Optimizer] = (),
@@ -105,14 +118,12 @@ class Trainer:
         self._began = monotonic()
         self._environment = LaunchEnvironment.current()
         self._run_dir, self.run_dir = run_dir, None if run_dir is None else Path(run_dir)
-        config = _checked(config)
-        require_type("trainer.max_steps", max_steps, int | None)  # RunConfig takes a text of digits, as a variable's is
-        stated = max_steps is not None or max_epochs is not None
-        limits: dict[str, Any] = {"max_steps": max_steps, "max_epochs": max_epochs} if stated else {}
+        config, limits = _checked(config), _limits(max_steps, max_epochs)
         config = replace(
             config,
             batch=replace(config.batch, **_given(global_size=global_batch_size, micro_size=micro_batch_size)),
-            trainer=replace(config.trainer, **limits),
+            trainer=replace(config.trainer, **limits, **_given(eval_every=eval_every, log_every=log_every)),
+            checkpoint=replace(config.checkpoint, **_given(every=checkpoint_every)),
             optim=replace(config.optim, **_given(clip_norm=clip_norm)),
             engine=config.engine if engine is None else engine_config(engine),
             precision=config.precision if precision is None else PrecisionConfig.of(precision),
@@ -120,9 +131,9 @@ class Trainer:
             **_given(seed=seed, resume=str(resume) if isinstance(resume, Path) else resume),
         )
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        schedule, config = _with_schedule(config, schedule, optimizers)
         _check_given(config, run_dir, callbacks, loggers)
         spec = to_data_spec(data, self._environment.size)
-        objects = {"model": model, "loss": loss, "data": data}
         self._components = build_components(
             config,
             spec,
@@ -131,10 +142,11 @@ class Trainer:
             world_size=self._environment.size,
             device=self._environment.device(config.trainer.backend, key="trainer.backend"),
             optimizers=optimizers,
+            schedule=schedule,
             callbacks=callbacks,
             metrics=metrics,
             loggers=loggers,
-            record=_record(config, objects, spec.description, callbacks, optimizers),
+            record=_record(config, (model, loss, data), spec.description, callbacks, optimizers),
         )
 
     @property
@@ -239,8 +251,25 @@ def _checked(config: RunConfig | None) -> RunConfig:
     return config
 
 
+def _limits(max_steps: int | None, max_epochs: int | None) -> dict[str, Any]:
+    require_type("trainer.max_steps", max_steps, int | None)  # RunConfig takes a text of digits, as a variable's is
+    stated = max_steps is not None or max_epochs is not None
+    return {"max_steps": max_steps, "max_epochs": max_epochs} if stated else {}
+
+
 def _given(**keywords: Any) -> dict[str, Any]:
     return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _with_schedule(config: RunConfig, given: Any, optimizers: Sequence[Any]) -> tuple[Any, RunConfig]:
+    """The schedule that is given as an object, or None; and the configuration with its name, or description."""
+    if isinstance(given, str):
+        group = optimizers[0].param_groups[0] if optimizers and isinstance(optimizers[0], Optimizer) else None
+        return None, replace(config, schedule=schedule_named(given, lr=built_with(group or {"lr": config.optim.lr})))
+    if given is None or isinstance(given, Mapping):
+        return None, config if given is None else replace(config, schedule=dict(given))
+    target = given.func if isinstance(given, partial) else given
+    return given, replace(config, schedule={"_target_": name_of(target)})
 
 
 def _check_given(config: RunConfig, run_dir: str | Path | None, callbacks: Any, loggers: Any) -> None:
@@ -258,14 +287,14 @@ def _check_given(config: RunConfig, run_dir: str | Path | None, callbacks: Any, 
 
 def _record(
     config: RunConfig,
-    objects: Mapping[str, Any],
+    objects: tuple[Any, Any, Any],
     description: str,
     callbacks: Sequence[Callback],
     optimizers: Sequence[Any],
 ) -> dict[str, Any]:
     """The configuration that trains, with descriptions of what is given in Python in place of what it names."""
     record = asdict(config)
-    given: dict[str, Any] = {name: _describe(one) for name, one in objects.items()}
+    given: dict[str, Any] = dict(zip(("model", "loss", "data"), map(_describe, objects), strict=True))
     given["data"]["description"] = description
     given["callbacks"] = {name: _describe(one) for name, one in named(callbacks).items()} | record["callbacks"]
     described = [_describe_optimizer(one) for one in optimizers if isinstance(one, Optimizer)]
@@ -276,7 +305,7 @@ def _record(
 
 
 def _describe(thing: object) -> dict[str, Any]:
-    return {"_target_": f"{type(thing).__module__}.{type(thing).__qualname__}"}
+    return {"_target_": name_of(type(thing))}
 
 
 def _describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
+from distaccum.config.checks import EPOCH
+from distaccum.data.plan.batch import Plan
+from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.window import Window
 from distaccum.errors import MisuseError
 from distaccum.train.callbacks import Callback, Run, watches_updates
@@ -37,6 +40,28 @@ class Done:
     lr: float | None = None
 
 
+class Every:
+    """When something is due: after every so many updates, or after the last one of each epoch.
+
+    Args:
+        every: how many; 0: never; or ``epoch``.
+        plan: of the data to train on.
+    """
+
+    def __init__(self, every: Any, plan: Plan | StreamPlan) -> None:
+        self._every, self._plan, self.by_epoch = every, plan, every == EPOCH
+        self._windows = (-1, 0)  # of an epoch, by its number
+
+    def __call__(self, progress: Progress) -> bool:
+        """After an update with this progress."""
+        if not self.by_epoch:
+            return bool(self._every) and progress.step % self._every == 0
+        assert not self._plan.is_stream
+        if self._windows[0] != progress.epoch:  # O(samples) where windows are cut by tokens
+            self._windows = progress.epoch, self._plan.epoch(progress.epoch).windows_per_epoch
+        return progress.epoch_window == self._windows[1]
+
+
 class Part:
     """Inherit from it, and write the methods you want; the loop calls them in the order of its parts.
 
@@ -49,12 +74,16 @@ class Part:
     trouble = ""
     """What went wrong without ending the run; it stands in the status."""
 
-    def due(self, step: int) -> bool:
-        """Whether there is something to do after the update ``step``, so that the host waits for it."""
+    def due(self, progress: Progress) -> bool:
+        """Whether there is something to do after an update with this progress, so that the host waits for it."""
         return False
 
-    def wants_record(self, step: int) -> bool:
-        """Whether the update ``step`` gets a record."""
+    def wants_record(self, progress: Progress) -> bool:
+        """Whether the update with this progress gets a record."""
+        return False
+
+    def owes(self, run: Loop) -> bool:
+        """Whether an epoch that is over gets a record, as its last window was no update."""
         return False
 
     def begins(self, run: Loop) -> None:
@@ -90,6 +119,9 @@ class Part:
 
     def between_windows(self, run: Loop) -> None:
         """All that was due after a window is done; the next one is not loaded yet."""
+
+    def epoch_ended(self, run: Loop) -> None:
+        """An epoch is over, with all that its last window was owed, and the run goes on; that may be no update."""
 
     def windows_ended(self, run: Loop) -> None:
         """After the last window, all that it was owed included."""

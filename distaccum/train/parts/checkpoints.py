@@ -20,7 +20,7 @@ from distaccum.train.callbacks import Run, looks_at_checkpoints
 from distaccum.train.callbacks import states as callback_states
 from distaccum.train.failure import reason_of
 from distaccum.train.micro_batch import memory_to_save
-from distaccum.train.parts.base import Done, Part
+from distaccum.train.parts.base import Done, Every, Part
 from distaccum.train.parts.time_limit import TimeLimit
 from distaccum.train.run_dir import State
 from distaccum.train.saving import BackgroundSave, BestCheckpoint, HostMemory, SaveClock, clear
@@ -44,7 +44,7 @@ class _Then:
 
 
 class Checkpoints(Part):
-    """Saves every ``checkpoint.every``-th update, by the clock, the best evaluation, and the end.
+    """Saves every ``checkpoint.every``-th update or each epoch, by the clock, the best evaluation, and the end.
 
     Args:
         run: what is saved.
@@ -56,6 +56,7 @@ class Checkpoints(Part):
         self._run, self._components, self._config = run, components, components.config.checkpoint
         self._accumulator, self._run_dir, self._store = run.accumulator, run.run_dir, run.store
         self._world, self._loggers, self._time_limit = world, run.loggers, time_limit
+        self._every = Every(self._config.every, components.plan)
         self._best = BestCheckpoint(self._config, run.store, world)
         minutes = self._config.every_minutes
         ago = run.saved_ago_s
@@ -74,26 +75,33 @@ class Checkpoints(Part):
         if self.saved_step:
             run.accumulator.replicas.saved = run.store.root / f"step-{self.saved_step}"
 
-    def due(self, step: int) -> bool:
-        """By the number of updates."""
-        return bool(self._config.every) and step % self._config.every == 0
+    def due(self, progress: Progress) -> bool:
+        """By the number of updates, or the end of an epoch."""
+        return self._every(progress)
 
     def on_update(self, run: Loop, done: Done) -> None:
         """Saves, if that is due, or if the evaluation after this update is the best so far."""
         step = done.progress.step
         best = self.improves(run, step, known=run.may_be_saved)
-        if best or self.due(step):
+        if best or self.due(done.progress):
             self.save(run, best=best)
 
     def between_windows(self, run: Loop) -> None:
         """Saves by the clock; publishes what the background has written."""
         if self._clock is not None and self._clock.due:
             run.resolve()
-            step = run.progress.step
-            if step != self.saved_step and not (self._pending is not None and self._pending.step == step):
+            if run.progress.step != self._newest_step:
                 self.save(run)
         if self._pending is not None and self._pending.ready:
             self.settle(run)
+
+    def epoch_ended(self, run: Loop) -> None:
+        """Saves, if that is due, or the evaluation the best so far, and the epoch's last window was no update."""
+        step = run.progress.step
+        if self.improves(run, step, known=False):
+            self._save_last(run, best=True)
+        elif self._every.by_epoch and step != self._newest_step:
+            self.save(run)
 
     def preempted(self, run: Loop) -> None:
         """Saves the last update, unless that is done."""
@@ -148,6 +156,11 @@ class Checkpoints(Part):
     def _pending(self) -> BackgroundSave | None:
         """The save in the background that is not settled yet; the same on every rank."""
         return self._background if self._background is not None and self._background.pending else None
+
+    @property
+    def _newest_step(self) -> int:
+        """Of the newest checkpoint, one that is being saved included."""
+        return self.saved_step if self._pending is None else self._pending.step
 
     def improves(self, run: Loop, step: int, *, known: bool) -> bool:
         """Whether ``step`` is to be ``checkpoint.best``, by its evaluation, which is the same on every rank.

@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from distaccum.accumulation.progress import Progress
+from distaccum.accumulation.step import Outcome
 from distaccum.data.held_out import evaluation_workers
+from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.errors import MisuseError, shorten
 from distaccum.train import ema
 from distaccum.train.evaluate import Evaluation, evaluates
 from distaccum.train.metrics.loggers import TEXTS
-from distaccum.train.parts.base import Done, Part
+from distaccum.train.parts.base import Done, Every, Part
 
 if TYPE_CHECKING:
     from distaccum.train.loop import Loop, TrainingRun
 
 
 class Evaluations(Part):
-    """Evaluates after every ``trainer.eval_every``-th update, and after the last one.
+    """Evaluates after every ``trainer.eval_every``-th update or at the end of each epoch, and after the last update.
 
     Args:
         run: whose model is evaluated.
@@ -29,6 +32,8 @@ class Evaluations(Part):
         components, trainer = run.components, run.components.config.trainer
         self._components, self._accumulator = components, run.accumulator
         self._evaluates = evaluates(components.data, components.config)
+        self._every = Every(trainer.eval_every, components.plan)
+        self._trained = False  # since the last evaluation
         self._evaluation = Evaluation(
             run.accumulator.engine,
             components.data,
@@ -41,18 +46,26 @@ class Evaluations(Part):
             seed=components.config.seed,
         )
 
-    def due(self, step: int) -> bool:
+    def due(self, progress: Progress) -> bool:
         """So is one after the last update."""
-        ends = step >= self._components.total_steps
-        return self._evaluates and (ends or step % self._components.config.trainer.eval_every == 0)
+        return self._evaluates and (progress.step >= self._components.total_steps or self._every(progress))
 
     wants_record = due
 
     def adds(self, run: Loop, done: Done | None) -> Mapping[str, Any]:
         """Evaluates, if that is due after this window; an evaluation has a record only if it is made here."""
-        if done is not None and not (done.outcome.applied and (self.due(done.progress.step) or run.over)):
-            return {}
-        return self._evaluate(run) if self._evaluates else {}
+        is_due = done is None or (done.outcome.applied and (self.due(done.progress) or run.over or self.owes(run)))
+        return self._evaluate(run) if self._evaluates and is_due else {}
+
+    def on_window(self, run: Loop, window: Window, outcome: Outcome) -> None:
+        """Notes that there was one."""
+        self._trained = True
+
+    def owes(self, run: Loop) -> bool:
+        """An evaluation, where an epoch is over whose last window was no update."""
+        if not (self._evaluates and self._every.by_epoch and self._trained) or run.progress.epoch_window:
+            return False
+        return run.results_of(run.progress.step) is None
 
     def ends(self, run: Loop) -> None:
         """Evaluates, if nobody has since the last update, as in a finished run that is resumed."""
@@ -65,7 +78,7 @@ class Evaluations(Part):
         Raises:
             MisuseError: a result and the texts have one name.
         """
-        step = run.progress.step
+        self._trained, step = False, run.progress.step
         with run.paused(f"evaluating after step {step}"):
             self._accumulator.use_evaluation_weights()
             with ema.evaluated(self._components.callbacks):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Progress
 from distaccum.accumulation.step import Outcome
 from distaccum.data.window import Window
 from distaccum.train.metrics.meter import Meter
@@ -33,9 +34,9 @@ class Records(Part):
         self._evaluates_alone = run.components.evaluates_alone
         self._meter = Meter(run.accumulator.world, run.accumulator.progress, run.utilization)
 
-    def due(self, step: int) -> bool:
+    def due(self, progress: Progress) -> bool:
         """So is the last update."""
-        return step >= self._total_steps or step % self._log_every == 0
+        return progress.step >= self._total_steps or progress.step % self._log_every == 0
 
     wants_record = due
 
@@ -60,7 +61,7 @@ class Records(Part):
     def on_update(self, run: Loop, done: Done) -> None:
         """Makes the record, if it is due."""
         run.unlogged = done
-        if any(part.wants_record(done.progress.step) for part in run.parts):
+        if any(part.wants_record(done.progress) for part in run.parts):
             self.make(run, done)
             run.unlogged = None
 
@@ -74,15 +75,28 @@ class Records(Part):
         if run.unlogged is not None:
             self.make(run, replace(run.unlogged, progress=run.progress))
         elif self._evaluates_alone:
-            progress = run.progress
-            record = {
-                "step": progress.step,
-                "window": progress.window,
-                "epoch": progress.epoch,
-                "samples": progress.samples,
-                "tokens": int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens,
-            }
-            run.write(record | self._added(run, None))
+            self._make_alone(run, run.progress)
+
+    def epoch_ended(self, run: Loop) -> None:
+        """Makes the record of the epoch's last update, or of what is added alone, if another part owes it one."""
+        if not any(part.owes(run) for part in run.parts):
+            return
+        progress = replace(run.progress, epoch=run.progress.epoch - 1)
+        if run.unlogged is not None:
+            self.make(run, replace(run.unlogged, progress=progress))
+            run.unlogged = None
+        else:
+            self._make_alone(run, progress)
+
+    def _make_alone(self, run: Loop, progress: Progress) -> None:
+        record = {
+            "step": progress.step,
+            "window": progress.window,
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "tokens": int(progress.tokens) if float(progress.tokens).is_integer() else progress.tokens,
+        }
+        run.write(record | self._added(run, None))
 
     def make(self, run: Loop, done: Done) -> None:
         """Makes the record of a window; a collective."""

@@ -194,7 +194,7 @@ def test_the_host_asks_at_the_next_boundary_or_when_somebody_wants_to_know(
         asked.clear()
         acc.step(window, Squares())
         assert acc.tracker.known_progress.step == k  # the last one is not asked for yet
-        assert acc.tracker.max_possible_step == k + 1
+        assert acc.tracker.if_applied.step == k + 1
         if k >= 2:  # the first step, which makes the state, is decided on the host
             assert set(asked) == {"read"}
             assert len(asked) <= 3  # of the attempt before: whether it was applied, finite, and its scale

@@ -464,16 +464,16 @@ def test_what_an_optimizer_keeps_of_no_parameter_is_saved(engine: str, gloo_worl
 
 
 def test_a_schedule_that_falls_below_zero_is_stopped_there(gloo_world: World, tmp_path: Path) -> None:
-    """A negative rate ascends."""
-    node = {"_target_": "tests.unit.train.test_refusals.falling"}
+    """A negative rate ascends: before the run where its first looks show it, else before the update."""
+    config = {"trainer": {"max_steps": 300}, "schedule": {"_target_": "tests.unit.train.test_refusals.falling"}}
     with pytest.raises(MisuseError, match=r"factor of the learning rate after 4 updates is -0.3.*let it end at 0"):
-        _trainer(tmp_path, config=_config(schedule=node)).fit()
+        _trainer(tmp_path, config=_config(**config)).fit()
     assert _rates(tmp_path)[-1] == 0.0
 
 
 def falling(*, total_steps: int) -> Callable[[int], float]:
-    """A linear decay that forgets how long the run is."""
-    return lambda step: 1 - step / 3
+    """A linear decay that forgets how long the run is, between two looks at every third update."""
+    return lambda step: 1 - step / 3 if step % 3 else max(0.0, 1 - step / 3)
 
 
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,14 +2,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
+from distaccum import Callback, RunConfig, Trainer
+from distaccum.accumulation.step import Outcome
+from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
-from distaccum.train.optimizer import TorchSchedule
+from distaccum.train.callbacks import Run
+from distaccum.train.schedule import make_schedule
 from distaccum.train.schedules import WSD, Constant, Cosine, Linear
+from tests.support.runs import settings
 
 PEAK = 3e-3
 
@@ -122,9 +130,9 @@ def test_torchs_own_give_their_rates_at_every_step(name: str) -> None:
     ends = {"OneCycleLR": {"total_steps"}}.get(name, set())  # the run's
     arguments = {key: value for key, value in TORCHS[name].items() if key not in ends}
     node = {"_target_": f"torch.optim.lr_scheduler.{name}", **arguments}
-    ours = TorchSchedule(node, peak=PEAK, total_steps=30)
+    ours = make_schedule(node, peak=PEAK, total_steps=30)
     assert _rates(ours, 30) == pytest.approx(expected, rel=1e-12)
-    assert TorchSchedule(node, peak=PEAK, total_steps=30)(17) == ours(17)  # as after a resume
+    assert make_schedule(node, peak=PEAK, total_steps=30)(17) == ours(17)  # as after a resume
     assert ours(100) == ours(29)
 
 
@@ -136,7 +144,7 @@ def halved(step: int) -> float:
 def test_a_lambda_of_torchs_is_named_by_its_function() -> None:
     function = {"_target_": f"{__name__}.halved", "_partial_": True}
     node = {"_target_": "torch.optim.lr_scheduler.LambdaLR", "lr_lambda": function}
-    assert [TorchSchedule(node, peak=PEAK, total_steps=9)(step) for step in range(4)] == [1, 0.5, 0.25, 0.125]
+    assert [make_schedule(node, peak=PEAK, total_steps=9)(step) for step in range(4)] == [1, 0.5, 0.25, 0.125]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -155,7 +163,161 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_no_function_of_the_step_is_refused(case: str) -> None:
     node, expected = REFUSED[case]
     with pytest.raises(ConfigError, match=expected):
-        TorchSchedule(node | {"_target_": f"torch.optim.lr_scheduler.{node['_target_']}"}, peak=PEAK, total_steps=9)
+        make_schedule(node | {"_target_": f"torch.optim.lr_scheduler.{node['_target_']}"}, peak=PEAK, total_steps=9)
+
+
+def _sgd(*rates: float) -> torch.optim.SGD:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (PEAK,)]
+    return torch.optim.SGD(groups, momentum=0.9, lr=PEAK)
+
+
+def _warmed(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """As libraries make their schedules: a function of the optimizer."""
+    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / steps))
+
+
+def _sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+GIVEN: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], Callable[[torch.optim.Optimizer], Any]]] = {
+    # in Python: what is given, and the same in a plain loop of torch's
+    "a scheduler": (lambda one: lr_scheduler.StepLR(one, 4, 0.5), lambda one: lr_scheduler.StepLR(one, 4, 0.5)),
+    "one of several parts": (_sequence, _sequence),
+    "a chain": (
+        lambda one: lr_scheduler.ChainedScheduler([_warmed(one, 4), lr_scheduler.ExponentialLR(one, 0.9)]),
+        lambda one: lr_scheduler.ChainedScheduler([_warmed(one, 4), lr_scheduler.ExponentialLR(one, 0.9)]),
+    ),
+    "its class with arguments": (
+        lambda _: partial(lr_scheduler.CosineAnnealingLR, T_max=12),
+        lambda one: lr_scheduler.CosineAnnealingLR(one, 12),
+    ),
+    "a class that takes the end": (
+        lambda _: partial(lr_scheduler.OneCycleLR, max_lr=PEAK, cycle_momentum=False),
+        lambda one: lr_scheduler.OneCycleLR(one, [PEAK, 2 * PEAK], 12, cycle_momentum=False),
+    ),
+    "a function of the optimizer": (lambda _: partial(_warmed, steps=5), lambda one: _warmed(one, 5)),
+    "a function of the step": (lambda _: lambda step: 0.5**step, lambda one: lr_scheduler.ExponentialLR(one, 0.5)),
+    "with its arguments": (lambda _: partial(pow, 0.5), lambda one: lr_scheduler.ExponentialLR(one, 0.5)),
+    "ours": (
+        lambda _: Linear(total_steps=12),
+        lambda one: lr_scheduler.LinearLR(one, 1.0, 0.0, total_iters=12),
+    ),
+    "our class": (lambda _: Linear, lambda one: lr_scheduler.LinearLR(one, 1.0, 0.0, total_iters=12)),
+    "our class with arguments": (
+        lambda _: partial(Cosine, final_ratio=0.0),
+        lambda one: lr_scheduler.CosineAnnealingLR(one, 12),
+    ),
+    "a name": (lambda _: "constant", lambda one: lr_scheduler.ConstantLR(one, 1.0)),
+    "a mapping": (
+        lambda _: {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 4, "gamma": 0.5},
+        lambda one: lr_scheduler.StepLR(one, 4, 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_run_has_the_rates_of_what_is_given_in_a_plain_loop(name: str, gloo_world: World, tmp_path: Path) -> None:
+    """Twice, as a notebook's cell is run again; and from the middle on."""
+    given, plain = GIVEN[name]
+    truth, expected = _sgd(PEAK, 2 * PEAK), []
+    scheduler = plain(truth)
+    for _ in range(12):
+        expected.append([group["lr"] for group in truth.param_groups])
+        truth.step()
+        scheduler.step()
+    model = torch.nn.Linear(3, 1)
+    groups = [{"params": [model.weight], "lr": PEAK}, {"params": [model.bias], "lr": 2 * PEAK}]
+    optimizer = torch.optim.SGD(groups, lr=PEAK, momentum=0.9)
+    schedule = given(optimizer)
+    for folder, resume in (("first", "never"), ("again", "never"), ("rest", tmp_path / "first/checkpoints/step-5")):
+        seen = Rates()
+        Trainer(
+            model,
+            Outputs(),
+            list(torch.ones(24, 3)),
+            optimizer=optimizer,
+            schedule=schedule,
+            callbacks=[seen],
+            checkpoint_every=5,
+            resume=resume,
+            config=settings((2, 2), {"max_steps": 12}, checkpoint={"keep": 0}),
+            run_dir=tmp_path / folder,
+        ).fit()
+        rates, those = (
+            torch.tensor(one, dtype=torch.float64) for one in (seen.found, expected[12 - len(seen.found) :])
+        )
+        torch.testing.assert_close(rates, those, rtol=1e-9, atol=1e-15)
+    assert len(seen.found) == 7
+
+
+class Outputs:
+    """Sums a model's outputs."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch)
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        total: torch.Tensor = model(batch).sum()
+        return total
+
+
+class Rates(Callback):
+    """Of each group at each update."""
+
+    def __init__(self) -> None:
+        self.found: list[list[float]] = []
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        self.found.append([float(group["lr"]) for group in run.optimizers[0].param_groups])
+
+
+def _own_each(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
+
+
+BAD: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
+    "a typo": (
+        lambda _: "cosin",
+        r"^schedule=cosin: no such schedule; did you mean cosine.*Use one of constant, cosine",
+    ),
+    "another optimizer's": (
+        lambda _: lr_scheduler.StepLR(_sgd(), 1),
+        "StepLR: sets the rates of an optimizer that is not",
+    ),
+    "a factor a group": (_own_each, "multiplies the rates of the optimizer's groups by 1, 0.5"),
+    "the momentum too": (lambda one: lr_scheduler.CyclicLR(one, PEAK, 1.0), "sets momentum too"),
+    "a plateau": (lr_scheduler.ReduceLROnPlateau, "Use callbacks=plateau"),
+    "the class of one": (lambda _: lr_scheduler.ReduceLROnPlateau, "Use callbacks=plateau"),
+    "no arguments": (lambda _: lr_scheduler.StepLR, r"TypeError: .*step_size.*functools\.partial"),
+    "no function of the step": (lambda _: lambda: 1.0, "cannot be called with 0 applied updates"),
+    "below zero later": (lambda _: lambda step: 1 - step / 6, "gives -0.16"),
+    "no schedule": (lambda _: 0.5, "gives None for the first update"),
+    "a scheduler of another kind": (lambda _: lambda optimizer: object(), "makes a object, which"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_given_in_python_and_is_no_schedule_is_refused(case: str) -> None:
+    given, expected = BAD[case]
+    optimizer = _sgd(PEAK, PEAK)
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(torch.nn.Linear(3, 1), Outputs(), [1], optimizer=optimizer, schedule=given(optimizer), max_steps=12)
+
+
+def test_a_rate_for_a_factor_and_a_scheduler_that_is_not_given_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    make_schedule(lambda step: 6e-4 * 0.9**step, peak=6e-4, total_steps=12)
+    assert "is 0.0006, so that the highest rate is 3.6e-07: a schedule gives a factor of the rate" in caplog.text
+    lr_scheduler.StepLR(optimizer := _sgd(), 1)
+    Trainer(torch.nn.Linear(3, 1), Outputs(), [1], optimizer=optimizer, max_steps=12)
+    assert "nothing steps it: give it as schedule=" in caplog.text
+
+
+def test_a_name_is_that_of_the_command_line() -> None:
+    of_python = Trainer(torch.nn.Linear(3, 1), Outputs(), [1], schedule="one_cycle", max_steps=12)._components
+    assert of_python.config.schedule == RunConfig.from_dict({"schedule": "one_cycle"}).schedule
+    assert of_python.config.schedule["max_lr"] == RunConfig().optim.lr
 
 
 def test_bad_values_of_a_decay_are_refused() -> None:
