@@ -13,7 +13,7 @@ from distaccum.accumulation.open_window import refuse
 from distaccum.accumulation.progress import Progress
 from distaccum.config.checks import AUTO, require, whole_number
 from distaccum.data.adapters import to_data_spec
-from distaccum.data.factory import as_loader, longest_micro_batch, make_plan
+from distaccum.data.factory import as_loader, make_plan
 from distaccum.data.loader import WindowLoader
 from distaccum.data.plan.batch import Resize, check_sizes, largest_share
 from distaccum.data.spec import is_map_style
@@ -147,9 +147,9 @@ class LoaderFactory:
             sizes: dict[str, Any] = {**self._sizes, "micro_batch_size": 1}
             plan = make_plan(spec, **sizes, world_size=self._world.size, seed=self._options["seed"] or 0)
             assert not plan.is_stream
-            from distaccum.program import REHEARSAL, load  # noqa: PLC0415  with micro_batch_size=auto alone
+            from distaccum.program import LONGEST, REHEARSAL, load  # noqa: PLC0415  with micro_batch_size=auto alone
 
-            longest = partial(longest_micro_batch, spec)
+            longest = partial(load(LONGEST), spec)
             found: Rehearsal = load(REHEARSAL)(self._engine, self._loss, longest, most=largest_share(plan))
             self.rehearsal, self._sizes["micro_batch_size"] = found, found.micro_size
         return self._as_loader(spec)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
-from distaccum.data.collate import none_among
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
 from distaccum.data.loading_processes import stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
@@ -24,7 +22,7 @@ from distaccum.data.plan.tokens import MicroTokenPlan, TokenPlan
 from distaccum.data.spec import DataSpec, MapDataset, WorkerOptions, is_map_style
 from distaccum.data.stream import IterableWindowLoader
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, DataError
+from distaccum.errors import ConfigError
 
 if TYPE_CHECKING:
     from distaccum.data.plan.scheduled import ScheduledPlan, Stage
@@ -356,32 +354,3 @@ def lengths_of(source: DataSpec, key: str, value: object) -> Ids:
         problem = f"the data gives lengths of shape {lengths.shape} for {samples} samples"
         raise ConfigError(key, value, problem, "Give one length for each training sample")
     return lengths
-
-
-# The longest micro-batch that data can make: what takes the most memory and time.
-
-
-def longest_micro_batch(data: DataSpec, size: int) -> Any:
-    """A micro-batch of so many samples, on the host: the longest where the data says how long they are.
-
-    Samples that are None are left out.
-
-    Raises:
-        DataError: all are None, or the collate function makes no batch of those that are there.
-    """
-    if not is_map_style(data.train):
-        stream = iter(cast("Iterable[Any]", data.train))
-        if yields_batches(data):
-            return next(stream)
-        return (data.collate or default_collate)(list(islice(stream, size)))
-    order = range(len(data.train)) if data.lengths is None else np.argsort(-np.asarray(data.lengths), kind="stable")
-    read = ((i, data.train[i]) for i in map(int, order))
-    found = dict(islice(((i, sample) for i, sample in read if sample is not None), size))
-    if problem := none_among(found.values(), found, data.collate):
-        raise problem
-    if not found:
-        raise DataError("every sample is None: there is nothing to train on")
-    batch = (data.collate or default_collate)(list(found.values()))
-    if batch is None:
-        raise DataError("the collate function gave None for samples that are there: let it return the batch it made")
-    return batch

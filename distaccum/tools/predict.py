@@ -26,7 +26,6 @@ from distaccum.checkpoint.store import find
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.labelled import LabelledText
-from distaccum.data.factory import longest_micro_batch
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, DistaccumError, shorten
@@ -37,6 +36,7 @@ from distaccum.tools.arguments import Arguments
 from distaccum.tools.export import average_evaluated
 from distaccum.tools.hugging_face import class_names
 from distaccum.tools.inference import agreed, output_of, predict
+from distaccum.tools.longest import longest_micro_batch
 from distaccum.tools.rows import place, read_rows
 from distaccum.train.components import TrainingComponents, build_components, build_data, build_model
 

@@ -18,7 +18,6 @@ from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.checkpoint.files import ABSENT, write_json
 from distaccum.data.cutting import Shape
-from distaccum.data.factory import longest_micro_batch
 from distaccum.data.plan.batch import Plan, largest_share
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
@@ -26,7 +25,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.memory_marks import MemoryMarks
 from distaccum.errors import ResourceError, shorten
-from distaccum.program import REHEARSAL, load
+from distaccum.program import LONGEST, REHEARSAL, load
 from distaccum.train.checks import most_ahead
 from distaccum.train.components import TrainingComponents
 from distaccum.train.failure import RUN_NOTE, reason_of
@@ -67,7 +66,7 @@ def find_micro_batch(
         found = load(REHEARSAL)(
             accumulator.engine,
             rehearsed,
-            partial(longest_micro_batch, components.data),
+            partial(load(LONGEST), components.data),
             most=min(most, batch.micro_size) if isinstance(batch.micro_size, int) else most,
         ).as_dict()
     plan = plan.with_micro_batch(found[SIZE])

@@ -12,10 +12,10 @@ from distaccum.accumulation.two_pass import of_micro_batch
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.data.batches import map_tensors
-from distaccum.data.factory import longest_micro_batch
 from distaccum.engines.factory import checkpoint_activations
 from distaccum.errors import ConfigError, DistaccumError
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.tools.longest import longest_micro_batch
 from distaccum.tools.plan.activations import CannotTellError, measure
 from distaccum.tools.plan.memory import MicroStep
 from distaccum.tools.plan.sharding import FULL, HALF, PARAMETER_STAGE, formats_of, sharding_of

@@ -19,7 +19,7 @@ from distaccum.data.batch_size import BatchSize
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.cursor import DataCursor, position_mismatch
 from distaccum.data.datasets.lines import lines
-from distaccum.data.factory import build_loader, longest_micro_batch, make_plan
+from distaccum.data.factory import build_loader, make_plan
 from distaccum.data.loader import MicroBatchIds, WindowLoader, padding_share
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, SizeNames
 from distaccum.data.spec import DataSpec
@@ -27,6 +27,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, DataError, MisuseError
 from distaccum.losses.normalize import normalize_loss
+from distaccum.tools.longest import longest_micro_batch
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 50)
 DATA: Any = [torch.full((int(length),), i) for i, length in enumerate(LENGTHS)]
