@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distaccum.program import KERAS_LOSS, load
-
-if TYPE_CHECKING:
-    KerasLoss: Any
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distaccum.program import KERAS_MODEL, load
-
-if TYPE_CHECKING:
-    KerasModel: Any
 
 
 def __getattr__(name: str) -> Any:

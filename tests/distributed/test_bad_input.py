@@ -107,7 +107,10 @@ MISTAKES = {
     "empty file": (["data=text", "data.path=empty.txt"], ["data.path=empty.txt", "holds no text", "Give a path"]),
     "too little text": (["data=text", "data.path=short.txt"], ["data.seq_len=128", "19 tokens", "shorter"]),
     "no shard": (["data=tokens", "data.path='*.bin'", "data.vocab_size=9"], ["data.path=*.bin", "matches no file"]),
-    "data without tokens": (["data=digits"], ["model.vocab_size", "data.vocab_size", "Choose groups that go together"]),
+    "data without tokens": (
+        ["data=digits"],
+        ["model.vocab_size", "data.vocab_size", "(float32 (1, 8, 8), ", "Choose groups that go together"],
+    ),
     "argument of another type": (["model.n_layer=two"], ["model.n_layer=two", "not of type int", "Give a number"]),
     "unknown argument": (["+model.depth=2"], ["model.depth=2", "no such argument", "It takes vocab_size"]),
     "heads that do not fit": (["model.n_head=3"], ["model.n_embd=128", "model.n_head=3", "multiple"]),

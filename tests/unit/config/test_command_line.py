@@ -137,6 +137,15 @@ def test_suggestions_are_of_the_groups_that_are_chosen(given: list[str], key: st
         ("model=cn", "model=cn: no such choice; did you mean cnn? Use one of cnn, gpt"),
         ("trainer.max_stepz=3", "no such setting; did you mean trainer.max_steps"),
         ("~optim.clip_norm", "~optim.clip_norm: takes the setting out"),
+        (
+            "callbacks=[early_stop,tests/unit/train/test_by_epoch.py]",
+            "is a Python file, with Seen. Write +callbacks.seen._target_=tests.unit.train.test_by_epoch.Seen",
+        ),
+        ("trainer.callbacks=nowhere.py", "trainer.callbacks=nowhere.py: no such file"),
+        (
+            "model=tests/unit/train/test_trainer.py:Bare",
+            "_target_: tests.unit.train.test_trainer.Bare into conf/model/bare.yaml, and --config-dir conf model=bare",
+        ),
         ("--check model.n_head=4 model=cnn", "model.n_head=4: a setting of model=gpt"),
         ("optim.lr=3e-4 model=cnn batch=tokens --check=2 -v precision=bf16 +model.x=1 metrics=[wandb,jsonl]", None),
         ("-m lr=0.1", None),

@@ -416,6 +416,11 @@ def test_what_it_does_not_take(batch: dict[str, Any], message: str) -> None:
         ({"trainer": {"on_spike": "rollback"}, "checkpoint": {"every": 0}}, "checkpoint.every=0 saves nothing to roll"),
         ({"checkpoint": {"every_minutes": 0}}, "checkpoint.every_minutes=0"),
         ({"checkpoint": {"every_minutes": "soon"}}, "checkpoint.every_minutes"),
+        ({"checkpoint": {"every": True}}, "checkpoint.every=True: is no interval"),
+        ({"trainer": {"eval_every": "epochs"}}, "trainer.eval_every=epochs: is no interval. Give a whole number"),
+        ({"callbacks": {"_target_": "own.Stop", "loss": 1}}, "callbacks._target_=own.Stop: has no name. Put a name"),
+        ({"callbacks": {"mine": "own.Stop"}}, "callbacks.mine=own.Stop: names no class. Write callbacks.mine._target_"),
+        ({"schedule": "cosin"}, "schedule=cosin: no such schedule; did you mean cosine"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], said: str) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from distaccum import DataSpec
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.models.cnn import CNN
 from distaccum.models.gpt import GPT
 from tests.support.threads import run_ranks
 from tests.unit.losses.test_linear_cross_entropy import _batch, _error, _samples, _step
@@ -167,3 +168,23 @@ def test_a_kernel_that_is_not_there_is_refused_by_name() -> None:
 def test_an_unknown_choice_is_refused(setting: str, value: str, choices: str) -> None:
     with pytest.raises(ConfigError, match=rf"model.{setting}={value}: no such choice. Use one of {choices}"):
         _gpt(**{setting: value})
+
+
+def test_batches_of_other_data_are_named() -> None:
+    gpt = GPT(vocab_size=9, seq_len=4, n_layer=1, n_head=1, n_embd=4)
+    cases: list[tuple[Any, Any, str]] = [
+        (
+            gpt,
+            torch.ones(2, 4),
+            r"token ids, int64 \(batch, length\), and the data gives float32 \(2, 4\): .*model=cnn",
+        ),
+        (gpt, torch.ones(2, 3, 4).long(), r"gives int64 \(2, 3, 4\)"),
+        (CNN(channels=1, classes=2), torch.ones(2, 3, 8, 8), r"one channel.*and the data gives float32 \(2, 3, 8, 8\)"),
+    ]
+    for model, batch, says in cases:
+        with pytest.raises(MisuseError, match=says):
+            model(batch)
+    with pytest.raises(
+        MisuseError, match=r"batches \(inputs, labels\), and the data gives {x: float32 \(2,\), y: int}"
+    ):
+        CrossEntropy().count({"x": torch.ones(2), "y": 1})  # type: ignore[arg-type]

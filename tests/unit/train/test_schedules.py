@@ -181,39 +181,32 @@ def _sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return lr_scheduler.SequentialLR(optimizer, parts, [3])
 
 
-GIVEN: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], Callable[[torch.optim.Optimizer], Any]]] = {
-    # in Python: what is given, and the same in a plain loop of torch's
-    "a scheduler": (lambda one: lr_scheduler.StepLR(one, 4, 0.5), lambda one: lr_scheduler.StepLR(one, 4, 0.5)),
+def _chained(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return lr_scheduler.ChainedScheduler([_warmed(optimizer, 4), lr_scheduler.ExponentialLR(optimizer, 0.9)])
+
+
+FALLS: Callable[[Any], Any] = partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=12)
+STEPS: Callable[[Any], Any] = partial(lr_scheduler.StepLR, step_size=4, gamma=0.5)
+COSINE: Callable[[Any], Any] = partial(lr_scheduler.CosineAnnealingLR, T_max=12)
+CYCLE = partial(lr_scheduler.OneCycleLR, cycle_momentum=False)
+GIVEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # in Python: what is given of an optimizer, and the same in a plain loop of torch's
+    "a scheduler": (STEPS, STEPS),
     "one of several parts": (_sequence, _sequence),
-    "a chain": (
-        lambda one: lr_scheduler.ChainedScheduler([_warmed(one, 4), lr_scheduler.ExponentialLR(one, 0.9)]),
-        lambda one: lr_scheduler.ChainedScheduler([_warmed(one, 4), lr_scheduler.ExponentialLR(one, 0.9)]),
-    ),
-    "its class with arguments": (
-        lambda _: partial(lr_scheduler.CosineAnnealingLR, T_max=12),
-        lambda one: lr_scheduler.CosineAnnealingLR(one, 12),
-    ),
+    "a chain": (_chained, _chained),
+    "its class with arguments": (lambda _: COSINE, COSINE),
     "a class that takes the end": (
-        lambda _: partial(lr_scheduler.OneCycleLR, max_lr=PEAK, cycle_momentum=False),
-        lambda one: lr_scheduler.OneCycleLR(one, [PEAK, 2 * PEAK], 12, cycle_momentum=False),
+        lambda _: partial(CYCLE, max_lr=PEAK),
+        partial(CYCLE, max_lr=[PEAK, 2 * PEAK], total_steps=12),
     ),
-    "a function of the optimizer": (lambda _: partial(_warmed, steps=5), lambda one: _warmed(one, 5)),
-    "a function of the step": (lambda _: lambda step: 0.5**step, lambda one: lr_scheduler.ExponentialLR(one, 0.5)),
-    "with its arguments": (lambda _: partial(pow, 0.5), lambda one: lr_scheduler.ExponentialLR(one, 0.5)),
-    "ours": (
-        lambda _: Linear(total_steps=12),
-        lambda one: lr_scheduler.LinearLR(one, 1.0, 0.0, total_iters=12),
-    ),
-    "our class": (lambda _: Linear, lambda one: lr_scheduler.LinearLR(one, 1.0, 0.0, total_iters=12)),
-    "our class with arguments": (
-        lambda _: partial(Cosine, final_ratio=0.0),
-        lambda one: lr_scheduler.CosineAnnealingLR(one, 12),
-    ),
-    "a name": (lambda _: "constant", lambda one: lr_scheduler.ConstantLR(one, 1.0)),
-    "a mapping": (
-        lambda _: {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 4, "gamma": 0.5},
-        lambda one: lr_scheduler.StepLR(one, 4, 0.5),
-    ),
+    "a function of the optimizer": (lambda _: partial(_warmed, steps=5), partial(_warmed, steps=5)),
+    "a function of the step": (lambda _: lambda step: 0.5**step, partial(lr_scheduler.ExponentialLR, gamma=0.5)),
+    "with its arguments": (lambda _: partial(pow, 0.5), partial(lr_scheduler.ExponentialLR, gamma=0.5)),
+    "ours": (lambda _: Linear(total_steps=12), FALLS),
+    "our class": (lambda _: Linear, FALLS),
+    "our class with arguments": (lambda _: partial(Cosine, final_ratio=0.0), COSINE),
+    "a name": (lambda _: "constant", partial(lr_scheduler.ConstantLR, factor=1.0)),
+    "a mapping": (lambda _: {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 4, "gamma": 0.5}, STEPS),
 }
 
 
