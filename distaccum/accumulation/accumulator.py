@@ -342,7 +342,7 @@ class Accumulator:
         if self.stopping:
             return
         if self._cursor.turns_to(data):
-            self._counter.sum_together("the first window of other data")
+            self._counter.sum_together("the first window of its data")
         if self.progress.epoch_window and self._cursor.leaves_epoch(data):
             self.tracker.next_epoch()
         loader = self._cursor.as_loader(data)
@@ -644,8 +644,7 @@ class Accumulator:
             CheckpointError: something in ``state`` cannot be saved.
             VerificationError, MisuseError, NonFiniteError: as :meth:`state_dict`.
         """
-        path: Path = self._checkpoints.save(Path(folder), keep=keep, own=state or {})
-        return path
+        return Path(self._checkpoints.save(Path(folder), keep=keep, own=state or {}))
 
     def resume(self, folder: str | PathLike[str], *, state: MutableMapping[str, Any] | None = None) -> int:
         """Continues from the newest whole checkpoint that :meth:`save` has left there; a collective.
@@ -667,8 +666,7 @@ class Accumulator:
         self._expect_no_window("resume()")
         self._counter.sum_together("resume()")  # a rank alone would wait for the others
         self._evaluation_weights.eval()
-        step: int = self._checkpoints.resume(Path(folder), own={} if state is None else state)
-        return step
+        return int(self._checkpoints.resume(Path(folder), own={} if state is None else state))
 
     @cached_property
     def _checkpoints(self) -> Any:

@@ -91,23 +91,18 @@ class OwnedScheduler:
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:
-        self._scheduler, self._class = scheduler, type(scheduler)
+        self._scheduler, self.kind = scheduler, type(scheduler)
         self.takes_metric = isinstance(scheduler, ReduceLROnPlateau)
         scheduler.__class__ = _owned(type(scheduler))
-
-    @property
-    def name(self) -> str:
-        """Its class's."""
-        return self._class.__name__
 
     def step(self) -> None:
         """Steps after an applied update, unless it takes a metric."""
         if not self.takes_metric:
-            self._class.step(self._scheduler)
+            self.kind.step(self._scheduler)
 
     def step_with(self, metric: float) -> None:
         """Steps a scheduler that takes a metric."""
-        plateau: Any = self._class
+        plateau: Any = self.kind
         plateau.step(self._scheduler, metric)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +115,7 @@ class OwnedScheduler:
 
     def release(self) -> None:
         """Gives the scheduler back: anybody may step it."""
-        self._scheduler.__class__ = self._class
+        self._scheduler.__class__ = self.kind
 
 
 def check_schedulers(schedulers: Iterable[LRScheduler], optimizers: Sequence[Optimizer]) -> None:

@@ -104,15 +104,7 @@ class Part:
 
     @classmethod
     def of(cls, engine: Engine, run: RunState, data: Any, world: World, *, average: Average | None = None) -> Part:
-        """This rank's, between two windows; a collective.
-
-        Args:
-            engine: gives its state.
-            run: the rest.
-            data: the state of this rank's loader; None for data whose position says it all.
-            world: this rank.
-            average: of the weights, if the run keeps one.
-        """
+        """This rank's, between two windows; a collective. ``data``: its loader's state; None if its position is all."""
         state = engine.state()
         shared = engine.facts.state_layout is StateLayout.SHARDED
         model = tensors.share("model", state.model, world, shared=shared)

@@ -65,8 +65,8 @@ class DataCursor:
         return self._current[1]
 
     def turns_to(self, data: Any) -> bool:
-        """Whether there is a loader, and ``data`` is another object than its data."""
-        return self._current is not None and self._current[0] is not data
+        """Whether a loader is to be made of ``data``, which is a collective, or to take the place of another one."""
+        return not isinstance(data, WindowLoader) if self._current is None else self._current[0] is not data
 
     def leaves_epoch(self, data: Any) -> bool:
         """Whether ``data`` is other data than that of the loader, so that its windows are none of the same epoch.

@@ -69,6 +69,7 @@ class LoopCheckpoints:
             callbacks={},
             spikes=state["spikes"],
         )
+        _bytes({"data": state["data"]}, "the data: their state")
         part = checkpoint.Part.of(accumulator.engine, run, state["data"], world)
         loop = {**{name: state[name] for name in _IN_FILE}, "classes": self._classes(), "own": _states(own)}
         part = replace(part, rest={**part.rest, **_files(loop, world)})
@@ -112,7 +113,7 @@ class LoopCheckpoints:
 
     def _classes(self) -> list[str]:
         """Of the schedulers: another class would misread their states."""
-        return [scheduler.name for scheduler in self._accumulator.tracker.schedulers]
+        return [scheduler.kind.__name__ for scheduler in self._accumulator.tracker.schedulers]
 
 
 def _begin(folder: Path, world: World, *, resumed: bool) -> None:
@@ -214,7 +215,7 @@ def _files(loop: Mapping[str, Any], world: World) -> dict[str, Pieces]:
     return {} if hashlib.sha256(own).digest() == first else {name: [_bytes({"own": loop["own"]})]}
 
 
-def _bytes(content: Mapping[str, Any]) -> bytes:
+def _bytes(content: Mapping[str, Any], what: str = "save(state=):") -> bytes:
     """As a file holds it.
 
     Raises:
@@ -226,15 +227,15 @@ def _bytes(content: Mapping[str, Any]) -> bytes:
         stream.seek(0)
         torch.load(stream, map_location="meta", weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        _refuse_state(content, error)
+        _refuse(what, error)
     return stream.getvalue()
 
 
-def _refuse_state(content: Mapping[str, Any], error: Exception) -> NoReturn:
-    reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error).splitlines()[0])
-    reason = reason.partition(" was not an allowed")[0]
+def _refuse(what: str, error: Exception) -> NoReturn:
+    lines = str(error).splitlines() or [type(error).__name__]
+    reason = next((line.strip() for line in lines if "GLOBAL" in line), lines[0]).partition(" was not an allowed")[0]
     remedy = "give numbers, strings, tensors, and lists and dicts of them, or objects whose state_dict() is of these"
-    raise CheckpointError(f"save(state=): cannot be saved ({reason}): {remedy}") from error
+    raise CheckpointError(f"{what} cannot be saved ({reason}): {remedy}") from error
 
 
 def _own_of(path: Path, saved_on: int, world: World, first: dict[str, Any]) -> dict[str, Any]:

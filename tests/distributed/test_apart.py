@@ -26,6 +26,7 @@ REFUSED = {  # on rank 0, and on rank 1
     "no backward": ("PeerError: rank 1: MisuseError: the end of accumulate()", "call acc.backward(loss) in it"),
     "goes on after an error": ("PeerError: rank 1: MisuseError: the next", "in accumulate(), before its backward()"),
     "leaves and saves": ("PeerError: rank 1: MisuseError: state_dict()", "state_dict() was called on some ranks alone"),
+    "resumes alone": ("the ranks have gone apart", "call it on every rank, as in `value = acc.resume()` before"),
     "leaves and resumes": ("PeerError: rank 1: MisuseError: resume()", "resume() was called on some ranks alone"),
     "leaves and closes": ("PeerError: rank 1: MisuseError: close()", "close() was called on some ranks alone"),
     "leaves for other data": ("rank 1: MisuseError: the ranks have gone apart", "the ranks have gone apart"),

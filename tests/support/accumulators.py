@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, cat, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator
@@ -27,3 +27,8 @@ def over_sgd(model: nn.Module, lr: float, sizes: tuple[int, int], **settings: An
     """``sizes``: global batch and micro-batch, in samples."""
     optimizer = SGD(model.parameters(), lr=lr)
     return Accumulator(model, optimizer, global_batch_size=sizes[0], micro_batch_size=sizes[1], **settings)
+
+
+def weights(acc: Accumulator) -> Tensor:
+    """A copy of all of them in one tensor; of an engine that has them whole."""
+    return cat([p.detach().flatten().clone() for p in acc.engine.unwrapped_model.parameters()])

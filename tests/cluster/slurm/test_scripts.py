@@ -46,32 +46,20 @@ def _environment(name: str, **variables: str) -> list[str]:
     return shown.stdout.split()
 
 
-def test_a_virtual_environment() -> None:
-    assert _environment(f"venv:{sys.prefix}") == [f"{sys.prefix}/bin/python"]
-
-
-def test_modules_are_loaded() -> None:
-    load = {"BASH_FUNC_module%%": '() { printf "<%s>" "$@"; }'}
-    assert _environment("module:cuda/12.8,pytorch", **load) == ["<load><cuda/12.8><pytorch>python3"]
-
-
-def test_an_apptainer_image(tmp_path: Path) -> None:
-    image = tmp_path / "train.sif"
+def test_each_environment_starts_its_processes(tmp_path: Path) -> None:
+    image, here, registry = tmp_path / "train.sif", str(Path.cwd()), "registry.example#team/train:1"
     image.touch()
-    start = ["python3", "apptainer", "exec", "--bind", "/scratch/run"]
-    rest = ["--pwd", str(Path.cwd()), str(image)]
+    load = {"BASH_FUNC_module%%": '() { printf "<%s>" "$@"; }'}
+    start, rest = ["python3", "apptainer", "exec", "--bind", "/scratch/run"], ["--pwd", here, str(image)]
+    mounts = f"--container-mounts={here}:{here},/scratch/run:/scratch/run"
+    first, last = ["python3", f"--container-image={registry}"], f"--container-workdir={here}"
+    assert _environment(f"venv:{sys.prefix}") == [f"{sys.prefix}/bin/python"]
+    assert _environment("module:cuda/12.8,pytorch", **load) == ["<load><cuda/12.8><pytorch>python3"]
     assert _environment(f"apptainer:{image}") == [*start, *rest]
     assert _environment(f"apptainer:{image}", SLURM_GPUS_ON_NODE="4") == [*start, "--nv", *rest]
-
-
-def test_a_pyxis_image() -> None:
-    here = str(Path.cwd())
-    mounts = f"--container-mounts={here}:{here},/scratch/run:/scratch/run"
-    rest = [f"--container-workdir={here}"]
-    image = "--container-image=registry.example#team/train:1"
-    assert _environment("pyxis:registry.example#team/train:1") == ["python3", image, mounts, *rest]
-    more = _environment("pyxis:registry.example#team/train:1", CONTAINER_MOUNTS="/data:/data")
-    assert more == ["python3", image, f"{mounts},/data:/data", *rest]
+    assert _environment(f"pyxis:{registry}") == [*first, mounts, last]
+    more = _environment(f"pyxis:{registry}", CONTAINER_MOUNTS="/data:/data")
+    assert more == [*first, f"{mounts},/data:/data", last]
 
 
 @pytest.mark.parametrize(

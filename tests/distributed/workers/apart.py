@@ -123,6 +123,8 @@ def abandoned(
 def out_of_order(world: World, *, how: str) -> None:
     """Rank 1 leaves a micro-batch or a window in the middle, or a loop."""
     acc = accumulator(make(), world)
+    if how == "resumes alone" and world.rank == 1:
+        acc.resume("nowhere")
     for number, window in enumerate(acc.windows(plain())):
         odd = number == 1 and world.rank == 1
         for micro in window:
@@ -300,7 +302,7 @@ CASES: dict[str, Callable[[World], Any]] = {
         how: partial(out_of_order, how=how)
         for how in (
             *("break", "continue", "no backward", "goes on after an error"),
-            *("leaves and saves", "leaves and resumes", "leaves and closes", "leaves for other data"),
+            *("resumes alone", "leaves and saves", "leaves and resumes", "leaves and closes", "leaves for other data"),
         )
     },
     **{f"edited, {then}": partial(edited, then=then) for then in ("state", "close", "error")},

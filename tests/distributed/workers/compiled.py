@@ -22,6 +22,7 @@ from distaccum.distributed import world as world_module
 from distaccum.engines.state import whole_state
 from tests.distributed.workers.engine_matrix import source_of, weights_of
 from tests.support import engine_matrix, matrix
+from tests.support.accumulators import Loss as Squares
 from tests.support.answers import give
 from tests.support.engine_matrix import ENGINES, MICRO_SIZES
 from tests.support.matrix import GLOBAL_SIZE, IGNORED, SEED
@@ -69,17 +70,6 @@ class Dropping(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.end(F.dropout(x, 0.2, self.training))
-
-
-class Squares:
-    """The summed squares of what the model gives."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch) - 1).square().sum()
-        return total
 
 
 class Two(matrix.Two):

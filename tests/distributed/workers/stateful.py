@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import DataSpec, Trainer, World
+from tests.support.accumulators import Loss as Squares
 from tests.support.runs import settings
 
 SAMPLES = (21, 13)  # of each rank
@@ -35,14 +36,6 @@ class Numbers(IterableDataset[dict[str, Any]]):
         generator = torch.Generator().manual_seed(10 * self.epoch + self.rank)
         for _ in range(SAMPLES[self.rank]):
             yield {"x": torch.randn(3, generator=generator)}
-
-
-class Squares:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) - 1).square().sum()
 
 
 def stream(kind: str, rank: int) -> Any:

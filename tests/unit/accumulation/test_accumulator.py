@@ -27,7 +27,7 @@ from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import BatchStatisticsWarning, ConfigError, DataError, MisuseError
-from tests.support.accumulators import Loss
+from tests.support.accumulators import Loss, weights
 
 DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(10)]
 
@@ -51,10 +51,6 @@ def _epoch(acc: Accumulator, data: Any, *, windows: int = 100) -> None:
         windows -= 1
         if not windows:
             return
-
-
-def _weights(acc: Accumulator) -> list[Tensor]:
-    return [p.detach().clone() for p in acc.engine.unwrapped_model.parameters()]
 
 
 def test_windows_and_outcomes(gloo_world: World) -> None:
@@ -103,7 +99,7 @@ def test_a_count_that_is_known_after_the_forward_gives_the_same(
                 with acc.accumulate():
                     size: Any = torch.tensor(len(micro.batch)) if on_the_device and count is None else len(micro.batch)
                     acc.backward(_loss(acc.model, micro.batch), size)
-        found.append(_weights(acc))
+        found.append(weights(acc))
         assert acc.progress.tokens == 10
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
@@ -126,7 +122,7 @@ def test_windows_that_count_nothing_are_skipped(gloo_world: World, counted_befor
         scheduler=scheduler,
         world=gloo_world,
     )
-    before, seen = _weights(acc), 0
+    before, seen = weights(acc), 0
     for window in acc.windows(DataLoader(DATA, batch_size=2)):
         for micro in window:
             with acc.accumulate():
@@ -136,7 +132,7 @@ def test_windows_that_count_nothing_are_skipped(gloo_world: World, counted_befor
         if seen == 1 and not counted_before:
             assert acc.last is not None
             assert not acc.last.applied
-            assert all(map(torch.equal, _weights(acc), before))
+            assert all(map(torch.equal, weights(acc), before))
     assert (acc.progress.step, acc.progress.window, acc.progress.skipped) == (2, 3, 1)
     assert seen == (2 if counted_before else 3)
     assert scheduler.get_last_lr() == [0.01 * 0.5**2]
@@ -429,7 +425,7 @@ def test_an_abandoned_window_leaves_no_gradient(gloo_world: World) -> None:
     fresh, _ = _make(gloo_world)
     for one in (acc, fresh):
         _epoch(one, DATA, windows=1)
-    assert all(map(torch.equal, _weights(acc), _weights(fresh)))
+    assert all(map(torch.equal, weights(acc), weights(fresh)))
 
 
 def test_a_stop_ends_with_the_state_that_is_taken_up(gloo_world: World) -> None:
@@ -508,7 +504,7 @@ def test_a_window_that_a_hook_ends_is_left_once_and_trained_on_once(gloo_world: 
     train(acc)
     train(plain)
     assert acc.progress == plain.progress
-    assert all(map(torch.equal, _weights(acc), _weights(plain)))
+    assert all(map(torch.equal, weights(acc), weights(plain)))
 
 
 def test_a_hook_is_added_between_two_windows(gloo_world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,29 +17,35 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from distaccum import Accumulator
+from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
-from tests.support.accumulators import Loss
+from distaccum.tools.loop_checkpoints import _own_of
+from tests.support.accumulators import weights
 
-DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
+pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
+DATA: Any = [torch.tensor([float(i), 1.0]) / (8 if i != 5 else 0) for i in range(16)]  # one window is not finite
 
 
-def _make(world: World, kind: Any = torch.optim.AdamW, scheduler: Any = ExponentialLR, width: int = 1) -> Accumulator:
+def _make(world: World, kind: Any = torch.optim.AdamW, scheduler: Any = ExponentialLR, width: int = 4) -> Accumulator:
+    """Of two optimizers, with a scheduler each."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, width), nn.Dropout(0.1))
-    optimizer = kind(model.parameters(), lr=0.1)
-    schedulers = None if scheduler is None else scheduler(optimizer, **({"gamma": 0.9} | _MORE.get(scheduler, {})))
-    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": len}
-    return Accumulator(model, optimizer, scheduler=schedulers, world=world, **sizes)
+    model = nn.Sequential(nn.Linear(2, width), nn.Dropout(0.1), nn.Linear(width, 1))
+    optimizers = [kind(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)]
+    schedulers = [scheduler(one, gamma=0.9, **({"step_size": 1} if scheduler is StepLR else {})) for one in optimizers]
+    precision = PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=8))
+    sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": len, "precision": precision}
+    return Accumulator(model, optimizers, scheduler=schedulers, nonfinite="skip", world=world, **sizes)
 
 
-_MORE: dict[Any, dict[str, Any]] = {StepLR: {"step_size": 1}}
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch).float() - 1).square().sum()  # type: ignore[no-any-return]
 
 
 def _run(acc: Accumulator, windows: int, folder: Path | None = None, **options: Any) -> None:
     while True:
         for window in acc.windows(DATA):
-            acc.step(window, Loss())
+            acc.step(window, _loss)
             if folder is not None:
                 acc.save(folder, **options)
             windows -= 1
@@ -46,34 +53,38 @@ def _run(acc: Accumulator, windows: int, folder: Path | None = None, **options: 
                 return
 
 
-def _weights(acc: Accumulator) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in acc.engine.unwrapped_model.parameters()])
-
-
 def _steps(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def test_a_loop_goes_on_bit_for_bit(gloo_world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Into its second epoch; nothing is there at first, and a newest one that is damaged later."""
+    """Into its second epoch, after windows that were skipped; nothing is there at first, and later a damaged one."""
     whole = _make(gloo_world)
     assert whole.resume(tmp_path / "whole") == 0
-    _run(whole, 7)
+    _run(whole, 8)
     first = _make(gloo_world)
-    _run(first, 6, tmp_path, keep=3)
-    assert _steps(tmp_path) == ["step-4", "step-5", "step-6"]
-    with (tmp_path / "checkpoints" / "step-6" / "loop-0.pt").open("ab") as file:
+    _run(first, 6, tmp_path)
+    drawn = random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002, S311  the generators users have
+    _run(first, 1, tmp_path, keep=3)
+    assert _steps(tmp_path) == ["step-3", "step-4", "step-5"]
+    with (tmp_path / "checkpoints" / "step-5" / "loop-0.pt").open("ab") as file:
         file.write(b"more")
     second = _make(gloo_world)
-    assert second.resume(str(tmp_path)) == 5
-    assert "step-6: missing, added or changed: loop-0.pt" in caplog.text
-    assert (second.progress.epoch, second.progress.epoch_window) == (1, 1)
+    assert second.resume(str(tmp_path)) == 4
+    assert "step-5: missing, added or changed: loop-0.pt" in caplog.text
+    assert drawn == (random.random(), np.random.random(), torch.rand(()).item())  # noqa: NPY002, S311
+    assert (second.progress.window, second.progress.epoch_window, second.progress.skipped) == (6, 2, 2)
     _run(second, 2)
-    assert torch.equal(_weights(second), _weights(whole))
-    assert second.engine.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**7)
-    second.save(tmp_path, keep=1)
-    second.save(tmp_path, keep=1)  # of the same step: in its place
-    assert _steps(tmp_path) == ["step-7"]
+    assert second.progress == whole.progress
+    assert second.last is not None
+    assert whole.last is not None
+    assert second.last.loss_scale == whole.last.loss_scale == 2**6  # it has fallen twice
+    assert torch.equal(weights(second), weights(whole))
+    rates = [one.param_groups[0]["lr"] for one in second.engine.optimizers]
+    assert rates == pytest.approx([0.1 * 0.9**6] * 2)
+    for _ in range(2):  # of the same step: in its place
+        second.save(tmp_path, keep=1)
+    assert _steps(tmp_path) == ["step-6"]
 
 
 def _none_whole(folder: Path, world: World) -> None:
@@ -119,15 +130,15 @@ REFUSED: dict[str, tuple[Callable[[Path, World], object], type[Exception], str]]
     "another optimizer": (
         lambda folder, world: _make(world, torch.optim.RMSprop).resume(folder),
         CheckpointError,
-        r"step-2 does not fit .*: the state is that of AdamW, and it would be loaded into RMSprop: continue with the",
+        r"step-2 does not fit .*: the state is that of AdamW, SGD, and it would be loaded into RMSprop, SGD: continue",
     ),
     "another schedule": (
         lambda folder, world: _make(world, scheduler=StepLR).resume(folder),
         CheckpointError,
-        r"scheduler=StepLR: .*step-2 has the state of ExponentialLR",
+        r"scheduler=StepLR, StepLR: .*step-2 has the state of ExponentialLR, ExponentialLR",
     ),
     "another model": (
-        lambda folder, world: _make(world, width=2).resume(folder),
+        lambda folder, world: _make(world, width=5).resume(folder),
         CheckpointError,
         r"step-2 does not fit this model and optimizer: .* size mismatch for 0.weight",
     ),
@@ -153,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[Path, World], object], type[Exception], str]]
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_refused(gloo_world: World, tmp_path: Path, what: str) -> None:
-    _run(_make(gloo_world), 2, tmp_path, state={"best": 1.0})
+    _run(_make(gloo_world), 3, tmp_path, state={"best": 1.0})  # the second one is skipped
     (tmp_path / "file").touch()
     call, kind, message = REFUSED[what]
     with pytest.raises(kind, match=message):
@@ -177,6 +188,16 @@ def test_what_is_the_loops_own(gloo_world: World, tmp_path: Path, caplog: pytest
     caplog.set_level(logging.WARNING)
     _make(gloo_world).resume(tmp_path)
     assert "a state of average, best, seen, which is not restored: resume(state=) does not name it" in caplog.text
+
+
+def test_ranks_with_states_of_their_own_are_as_many_as_before(gloo_world: World, tmp_path: Path) -> None:
+    own = [{"own": {"values": {"rank": rank}}} for rank in range(2)]
+    for rank in range(2):
+        torch.save(own[rank], tmp_path / f"loop-{rank}.pt")
+        world = World(rank=rank, size=2, device=gloo_world.device)
+        assert _own_of(tmp_path, 2, world, own[0]["own"]) == own[rank]["own"]
+    with pytest.raises(CheckpointError, match="state= differed between the 2 ranks that saved it, and there are 1 now"):
+        _own_of(tmp_path, 2, gloo_world, own[0]["own"])
 
 
 def test_a_loop_that_saves_loads_no_settings_and_no_trainer(tmp_path: Path) -> None:

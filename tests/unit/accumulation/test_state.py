@@ -33,7 +33,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.distributed.activity import Activity
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError, PeerError, UntrainedParameterWarning
-from tests.support.accumulators import over_sgd
+from tests.support.accumulators import over_sgd, weights
 from tests.support.schedule_free import ScheduleFree
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
@@ -74,10 +74,6 @@ def _run(acc: Accumulator, windows: int, data: Any = DATA) -> None:
                 return
 
 
-def _weights(acc: Accumulator) -> Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in acc.engine.unwrapped_model.parameters()])
-
-
 def _through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
@@ -89,15 +85,15 @@ def test_a_state_is_a_copy(gloo_world: World) -> None:
     """Loading it again rolls back weights, moments and clocks alike."""
     acc, _, _ = _make(gloo_world, lambda optimizer: ExponentialLR(optimizer, 0.9))
     _run(acc, 2)
-    state, before = acc.state_dict(), _weights(acc)
+    state, before = acc.state_dict(), weights(acc)
     for _ in range(2):
         _run(acc, 3)
-        after = _weights(acc)
+        after = weights(acc)
         acc.load_state_dict(state)
-        assert torch.equal(_weights(acc), before)
+        assert torch.equal(weights(acc), before)
         assert acc.progress.step == 2
         _run(acc, 3)
-        assert torch.equal(_weights(acc), after)
+        assert torch.equal(weights(acc), after)
         acc.load_state_dict(state)
 
 
@@ -130,7 +126,7 @@ def test_a_learning_rate_set_by_hand_is_saved(gloo_world: World, schedule: str) 
     resumed.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     _run(resumed, 2)
-    assert torch.equal(_weights(whole), _weights(resumed))
+    assert torch.equal(weights(whole), weights(resumed))
 
 
 class Precise(torch.optim.SGD):
@@ -198,7 +194,7 @@ def test_a_plateau_takes_the_metric(gloo_world: World) -> None:
     second.load_state_dict(_through_a_file(first.state_dict()))
     train(second, metrics[2:])
     assert again.param_groups[0]["lr"] == 0.1 * 0.5**2
-    assert torch.equal(_weights(whole), _weights(second))
+    assert torch.equal(weights(whole), weights(second))
     with pytest.raises(MisuseError, match=r"by hand: write acc\.scheduler_step\(metric\)"):
         scheduler.step(1.0)
     with pytest.raises(MisuseError, match=r"scheduler_step\(\) without a ReduceLROnPlateau"):
@@ -313,17 +309,17 @@ def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_averages(gloo
             acc.model.eval()
             with torch.no_grad():
                 acc.model(torch.stack(DATA))
-            seen.append(_weights(acc))
+            seen.append(weights(acc))
             acc.model.train()
     torch.testing.assert_close(seen[0], _averages(3), rtol=1e-5, atol=1e-7)
     acc.use_evaluation_weights()
-    torch.testing.assert_close(_weights(acc), _averages(4), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights(acc), _averages(4), rtol=1e-5, atol=1e-7)
 
     resumed, _, _ = _make(gloo_world, optimizer=ScheduleFree)
     resumed.load_state_dict(state)
     _run(resumed, 2, loader)
     resumed.use_evaluation_weights()
-    torch.testing.assert_close(_weights(resumed), _averages(4), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(weights(resumed), _averages(4), rtol=1e-5, atol=1e-7)
     with pytest.raises(ConfigError, match=r"optimizer=ScheduleFree: its train\(\) and eval\(\) replace the weights"):
         _make(gloo_world, optimizer=ScheduleFree, engine="zero1")
 

@@ -14,7 +14,7 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError, NonFiniteError
-from tests.support.accumulators import over_sgd
+from tests.support.accumulators import over_sgd, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 SIZE = 4
@@ -67,10 +67,6 @@ def _loader(data: list[Tensor]) -> Any:
     return torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
 
 
-def _weights(acc: Accumulator) -> list[Tensor]:
-    return [p.detach().clone() for p in acc.engine.unwrapped_model.parameters()]
-
-
 def _rates(acc: Accumulator) -> list[float]:
     return [float(group["lr"]) for optimizer in acc.engine._optimizers for group in optimizer.param_groups]  # type: ignore[attr-defined]
 
@@ -94,13 +90,13 @@ def test_a_skipped_window_moves_the_data_on_and_nothing_else(gloo_world: World, 
     acc = _accumulator(gloo_world, fused=fused, precision=precision, nonfinite="skip")
     data, seen = _data({2}), []
     for k, window in enumerate(acc.windows(_loader(data))):
-        before, rates = _weights(acc), _rates(acc) if k != 3 else None
+        before, rates = weights(acc), _rates(acc) if k != 3 else None
         acc.step(window, Squares())
         assert acc.last is not None
         seen.append(
             (acc.last.applied, acc.last.loss_scale, acc.progress.step, acc.progress.window, acc.progress.nonfinite)
         )
-        same = all(torch.equal(a, b) for a, b in zip(before, _weights(acc), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, weights(acc), strict=True))
         assert same is (k == 2)
         if k == 2:
             assert _rates(acc) == rates
@@ -116,7 +112,7 @@ def test_a_skipped_window_moves_the_data_on_and_nothing_else(gloo_world: World, 
     ]
     assert (acc.progress.skipped, acc.progress.samples, acc.progress.epoch) == (1, 24, 1)
     assert _rates(acc) == [0.01 * 0.5**5] * 2
-    assert all(weight.isfinite().all() for weight in _weights(acc))
+    assert all(weight.isfinite().all() for weight in weights(acc))
 
 
 def test_the_rest_equals_a_run_that_never_saw_the_window(gloo_world: World) -> None:
@@ -125,7 +121,7 @@ def test_the_rest_equals_a_run_that_never_saw_the_window(gloo_world: World) -> N
     for data in (spoiled, clean[: 2 * SIZE] + clean[3 * SIZE :]):
         acc = _accumulator(gloo_world, nonfinite="skip")
         _run(acc, data)
-        runs.append(_weights(acc))
+        runs.append(weights(acc))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -140,7 +136,7 @@ def test_by_default_it_stops_and_says_where(gloo_world: World, fused: bool) -> N
     message = str(caught.value)
     for part in ("window 3 ", "0.weight", "rank 0 in micro-batch 1 (samples 10, 11)", "rank 0: 8, 9, 10, 11", "step 2"):
         assert part in message, message
-    assert all(torch.equal(a, b) for a, b in zip(_weights(acc), _weights(good), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights(acc), weights(good), strict=True))
     assert (acc.progress.step, acc.progress.nonfinite) == (
         2,
         1,
@@ -203,26 +199,6 @@ def test_the_host_asks_at_the_next_boundary_or_when_somebody_wants_to_know(
             assert acc.tracker.known_progress.step == 5
             break
     assert _rates(acc) == [0.01 * 0.5**5] * 2
-
-
-def test_two_optimizers_are_saved_and_go_on_bitwise(gloo_world: World) -> None:
-    data = _data({1})
-    whole = _accumulator(gloo_world, precision="fp16")
-    _run(whole, data)
-    first, second = _accumulator(gloo_world, precision="fp16"), _accumulator(gloo_world, precision="fp16")
-    loader = _loader(data)
-    for k, window in enumerate(first.windows(loader)):
-        first.step(window, Squares())
-        if k == 2:
-            break
-    state = first.state_dict()
-    assert state["scaler"]["scale"] == 32768.0
-    second.load_state_dict(state)
-    for window in second.windows(loader):
-        second.step(window, Squares())
-    assert second.progress == whole.progress
-    assert _rates(second) == _rates(whole)
-    assert all(torch.equal(a, b) for a, b in zip(_weights(second), _weights(whole), strict=True))
 
 
 def test_a_loop_of_ones_own_is_told_what_is_known_there(gloo_world: World) -> None:

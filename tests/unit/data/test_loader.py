@@ -37,6 +37,7 @@ from distaccum.data.spec import DataSpec, WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError
 from distaccum.losses.cross_entropy import CrossEntropy
+from tests.support.accumulators import Loss as Squares
 from tests.support.accumulators import over_sgd
 from tests.support.runs import settings
 
@@ -389,14 +390,6 @@ class Broken(Recorded):
 def whole_ones(samples: list[Any]) -> Any:
     kept = [sample for sample in samples if sample is not None]
     return default_collate(kept) if kept else None
-
-
-class Squares:
-    def count(self, batch: torch.Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return (model(batch) - 1).square().sum()
 
 
 @pytest.mark.parametrize(("micro", "workers"), [(1, 0), (4, 0), (4, 1)])

@@ -15,6 +15,7 @@ from distaccum import Accumulator, BatchConfig, DataSpec, RunConfig, Trainer
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.schedules import Cosine
+from tests.support.accumulators import Loss as Squares
 from tests.support.runs import settings
 
 N, EPOCHS, WARMUP = 23, 3, 3
@@ -23,17 +24,6 @@ SIZES = [3, 3, 3, 3, 5, 5, 1, 5, 5, 8, 5, 8, 8, 7]  # of every window: worked ou
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(N, 6, generator=GENERATOR, dtype=torch.float64)
 DATA = DataSpec(train=list(X.unbind()), shuffle=False)
-
-
-class Squares:
-    """Sums squared distances from 1."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch) - 1).square().sum()
-        return total
 
 
 def _model() -> nn.Module:
