@@ -123,6 +123,8 @@ MODEL_AND_DATA = "distaccum.tools.own_files:of_model_and_data"
 """Makes a ConfigError that says what the data give, of one for a model's setting that was to be theirs."""
 KERAS_MODEL, KERAS_LOSS = "distaccum.tools.keras_model:KerasModel", "distaccum.tools.keras_loss:KerasLoss"
 """What Keras's models and losses are trained by."""
+TORCH_SCHEDULE = tuple(f"distaccum.tools.torch_schedule:{name}" for name in ("TorchSchedule", "copies"))
+"""Makes a schedule of a scheduler of torch's, and what copies one."""
 SUBMITIT = "distaccum.tools.submitit:SubmititJob"
 """A job of a sweep, as Hydra's submitit launcher calls it on another machine."""
 
