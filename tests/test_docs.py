@@ -237,7 +237,7 @@ ELSEWHERE |= {
     if command.startswith("python launch/examples/")
     and (on_two := command.replace("python", "torchrun --standalone --nproc-per-node=2", 1)) in COMMANDS
 }
-FINETUNING = ("Fine-tune a Hugging Face classifier",)
+FINETUNING = ("Fine-tune a Hugging Face classifier", "A LoRA chat model")
 for _recipe in FINETUNING:
     ELSEWHERE |= dict.fromkeys(
         _commands_of("docs/recipes.md", _recipe), "distributed/test_finetuning.py::test_a_recipe"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from distaccum.errors import ConfigError, near_misses, shorten
-from distaccum.program import HUB, load
+from distaccum.program import HUB, LORA, load
 
 TASKS = {  # the class of transformers, and PEFT's name
     "causal_lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
@@ -24,7 +23,6 @@ TASKS = {  # the class of transformers, and PEFT's name
     "token_classification": ("AutoModelForTokenClassification", "TOKEN_CLS"),
 }
 _LABELS = {"num_labels", "id2label", "label2id"}
-LORA = {"r": None, "alpha": 16, "dropout": 0.0, "target_modules": None, "modules_to_save": None}
 
 
 def pretrained(
@@ -72,7 +70,7 @@ def pretrained(
     if from_config and fresh:
         problem = "and model.from_config=true, so that every weight begins with random values"
         raise ConfigError("model.fresh", list(fresh), problem, "Leave one of them out")
-    adapter = _settings_of(lora or {}, base_dtype)
+    adapter = load(LORA)(lora or {}, base_dtype)
     told = from_data if from_data and task.endswith("_classification") else {}
     config = _configuration(transformers, name, dict(options or {}), told, from_config=from_config)
     if hasattr(config, "use_cache"):
@@ -88,68 +86,16 @@ def pretrained(
     except (OSError, ValueError, RuntimeError) as error:
         remedy = "Name a model of the Hugging Face hub or a folder with safetensors, and a task that it has a head for"
         raise ConfigError("model.name", name, f"cannot be made ({_first(error)})", remedy) from error
-    _cast(model.parameters(), torch.bfloat16 if base_dtype == "bf16" else torch.float32)
-    if adapter["r"] is not None:
-        model = _adapted(model, adapter, TASKS[task][1])
-    trained: nn.Module = model.train()
+    cast(model.parameters(), torch.bfloat16 if base_dtype == "bf16" else torch.float32)
+    trained: nn.Module = (adapter(model, TASKS[task][1]) if adapter else model).train()
     return trained
 
 
-def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Not the buffers: they may be in a format of their own."""
+def cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Changes parameters' format in place. Not the buffers': they may be in one of their own."""
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _settings_of(lora: Mapping[str, Any], base_dtype: str) -> dict[str, Any]:
-    for key, value in lora.items():
-        if key not in LORA:
-            problem = f"no such setting{near_misses(key, LORA)}"
-            raise ConfigError(f"model.lora.{key}", value, problem, f"Use {', '.join(LORA)}, or make the model yourself")
-    found = {**LORA, **lora}
-    for key in ("r", "alpha"):
-        value = found[key]
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"model.lora.{key}", value, "is no positive whole number", "Give one, as 8")
-    if type(found["dropout"]) not in (int, float) or not 0 <= found["dropout"] < 1:
-        raise ConfigError("model.lora.dropout", found["dropout"], "is no share below 1", "Give one, as 0.05")
-    if base_dtype not in ("fp32", "bf16"):
-        raise ConfigError("model.base_dtype", base_dtype, "no such format", "Use fp32 or bf16")
-    if found["r"] is None:
-        stated = next((key for key in LORA if found[key] != LORA[key]), None)
-        if stated is not None:
-            problem = "and model.lora.r is null, so that there are no adapters"
-            raise ConfigError(f"model.lora.{stated}", found[stated], problem, "Add model.lora.r=8")
-        if base_dtype != "fp32":
-            problem = "and model.lora.r is null, so that the weights are trained, in fp32"
-            raise ConfigError("model.base_dtype", base_dtype, problem, "Add model.lora.r=8, or use precision=bf16")
-    return found
-
-
-def _adapted(model: nn.Module, lora: Mapping[str, Any], task: str) -> nn.Module:
-    try:
-        import peft  # noqa: PLC0415  an optional extra
-    except ImportError as error:
-        remedy = "Run python -m pip install 'distaccum[adapters]'"
-        raise ConfigError("model.lora.r", lora["r"], "peft is not installed", remedy) from error
-    try:
-        config = peft.LoraConfig(
-            task_type=task,
-            r=lora["r"],
-            lora_alpha=lora["alpha"],
-            lora_dropout=float(lora["dropout"]),
-            target_modules=lora["target_modules"],
-            modules_to_save=lora["modules_to_save"],
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT's, of transformers
-            made: nn.Module = peft.get_peft_model(model, config)
-    except (ValueError, TypeError, KeyError) as error:
-        remedy = "Name layers as the model has them, as [q_proj,v_proj], or all-linear"
-        raise ConfigError("model.lora.target_modules", lora["target_modules"], _first(error), remedy) from error
-    _cast((parameter for parameter in made.parameters() if parameter.requires_grad), torch.float32)
-    return made
 
 
 def _configuration(

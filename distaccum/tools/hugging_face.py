@@ -43,6 +43,7 @@ DESCRIBES = (
     *(CONFIG, "generation_config.json", "preprocessor_config.json", "chat_template.*"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
 )
+_OF_TOKENS = ("CausalLM", "LMHeadModel", "MaskedLM", "ForConditionalGeneration", "TokenClassification")
 _LABELS = ("id2label", "label2id", "problem_type")
 _log = logging.getLogger(__name__)
 
@@ -129,6 +130,9 @@ def check(data: DataSpec, model: nn.Module, loss: Any) -> None:
         problem = f"and the data's labels are numbers of classes ({shorten(list(data.classes))})"
         raise ConfigError("loss.problem", "regression", problem, "Use data.problem=regression, for labels like 0.5")
     config, kind = _config(model), type(base_of(model)).__name__
+    if isinstance(loss, SequenceClassification) and kind.endswith(_OF_TOKENS):
+        remedy = "Use model.task=sequence_classification"
+        raise ConfigError("model", kind, "predicts tokens, and the loss is of whole samples", remedy)
     told = from_data(data, loss) if hasattr(config, "id2label") and kind.endswith("Classification") else {}
     if "num_labels" not in told:
         return

@@ -1,4 +1,4 @@
-"""Write a tiny model, untrained, and a tokenizer of the texts of ``reviews.csv`` into a folder::
+"""Write a tiny model, untrained, and a tokenizer of the texts of ``reviews.csv``, with a chat template, into a folder::
 
     python launch/examples/tiny_model.py llama FOLDER
     python launch/examples/tiny_model.py bert FOLDER
@@ -17,11 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from distaccum.data.datasets.tokenizer import train_tokenizer
 
+CHAT = (
+    "{% for message in messages %}[CLS]{{ message['role'] }}: {{ message['content'] }}[SEP]{% endfor %}"
+    "{% if add_generation_prompt %}[CLS]assistant: {% endif %}"
+)
+
 
 def main() -> None:
     kind, folder = sys.argv[1:]
     with Path(__file__).with_name("reviews.csv").open(encoding="utf-8") as file:
         tokenizer = train_tokenizer([row["text"] for row in csv.DictReader(file)], vocab_size=500)
+    tokenizer.chat_template = CHAT
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         kind,

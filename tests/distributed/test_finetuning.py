@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import ROOT, environment, metrics
 from tests.support.optional import Library, needs
 from tests.test_docs import blocks_of
 
 transformers = Library("transformers")
+peft = Library("peft")
 pytestmark = needs("peft")
 
 
@@ -43,3 +46,18 @@ def test_a_recipe_of_a_classifier(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["index", "class", "probability", "name"]
     assert {(row["class"], row["name"]) for row in rows} == {("0", "negative"), ("1", "positive")}
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers
+def test_a_recipe_of_a_chat_model(tmp_path: Path) -> None:
+    assert _walk("A LoRA chat model", tmp_path).strip()
+    losses = [record["eval_loss"] for record in metrics(tmp_path / "runs/chat") if "eval_loss" in record]
+    said = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    mean = sum(row["loss"] * row["count"] for row in said) / sum(row["count"] for row in said)
+    assert mean == pytest.approx(min(losses), rel=1e-4)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-llama")
+    with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "chat")
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(merged(ids).logits, with_adapters(ids).logits, rtol=1e-4, atol=1e-5)

@@ -125,15 +125,9 @@ def test_labels_that_are_none_are_refused(problem: str, stated: list[str], class
 def test_a_classifiers_configuration_follows_from_data_and_loss(
     folder: Path, file: str, problem: str, names: list[str], kind: str
 ) -> None:
-    """The loss of a batch, and its gradient, are then those of transformers' own head."""
-    parts = _components(folder, file, problem, _node(folder))
-    config = parts.model.config
+    config = _components(folder, file, problem, _node(folder)).model.config
     assert (config.num_labels, list(config.id2label.values()), config.problem_type) == (len(names), names, kind)
     assert [config.label2id[name] for name in names] == list(range(len(names)))
-    batch = parts.data.collate([parts.data.train[i] for i in range(4)])
-    parts.model.eval()
-    own, theirs = parts.loss(parts.model, batch) / parts.loss.count(batch), parts.model(**batch).loss
-    torch.testing.assert_close(own, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +186,9 @@ def test_names_of_classes_come_from_whoever_has_them() -> None:
     assert class_names(DataSpec(train=rows, classes=("p", "q")), named) == ["no", "yes"]
     with pytest.raises(ConfigError, match=r"labels are numbers of classes \(p, q\)\. Use data\.problem=regression"):
         check(DataSpec(train=rows, classes=("p", "q")), nn.Linear(1, 1), SequenceClassification(problem="regression"))
+    tokens: Any = type("TinyLMHeadModel", (nn.Linear,), {})(1, 1)
+    with pytest.raises(ConfigError, match=r"^model=TinyLMHeadModel: predicts tokens, and the loss is of whole samples"):
+        check(DataSpec(train=rows), tokens, SequenceClassification())
 
 
 @pytest.mark.slow
@@ -216,13 +213,13 @@ def test_a_pipeline_says_what_predict_says(folder: Path, tmp_path: Path, case: t
     done = succeed(run, out, "--best", *merge, script=ROOT / "distaccum" / "tools" / "export.py")
     average = "the moving average of the weights" if "callbacks=ema" in more else "the weights that train"
     assert done.stdout.endswith(f", {average}\n")
-    _write(tmp_path / "new.csv", NAMES)
+    (tmp_path / "new.csv").write_text("\n".join(["id,text", *(f'{i},"{text}"' for i, text in enumerate(TEXTS[::3]))]))
     arguments = (run, f"data={tmp_path}/new.csv", f"out={tmp_path}/out.jsonl")
     succeed(*arguments, script=ROOT / "distaccum" / "tools" / "predict.py", world=2)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     pipeline = transformers.pipeline("text-classification", str(out))
     assert pipeline.model.config.problem_type.startswith(problem)
-    found = pipeline(TEXTS, top_k=None)
+    found = pipeline(TEXTS[::3], top_k=None)
     near = {"rel": 1e-4, "abs": 1e-6}
     for row, one in zip(rows, found, strict=True):
         scores = {each["label"]: each["score"] for each in one}

@@ -14,7 +14,6 @@ from torch import nn
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
-from distaccum.data.datasets.labelled import labelled
 from distaccum.tools import predict
 from tests.support.commands import ROOT, TINY, succeed
 from tests.support.optional import needs
@@ -65,16 +64,3 @@ def test_a_language_models_newest_weights_say_a_loss(tmp_path: Path) -> None:
     rows = _rows(tmp_path / "out.jsonl")
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [(row["index"], row["count"]) for row in rows] == [(i, 16) for i in range(len(losses))]
-
-
-@needs("transformers")
-def test_a_file_is_read_with_the_runs_classes(tmp_path: Path) -> None:
-    """A file of fewer classes than the run's, in its order and without labels."""
-    texts = [("fine", "good"), ("dull", "bad"), ("so", "ok")]
-    rows = [f"{text} {i},{name}" for i in range(9) for text, name in texts]
-    (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]))
-    (tmp_path / "new.csv").write_text("id,text\n1,so 3\n2,fine 4\n3,so 3\n")
-    data = labelled(path=str(tmp_path / "train.csv"))
-    found = [sample["input_ids"] for sample in predict._dataset(data, str(tmp_path / "new.csv"), {})]
-    assert [torch.equal(found[0], ids) for ids in found] == [True, False, True]
-    assert data.classes == ("bad", "good", "ok")

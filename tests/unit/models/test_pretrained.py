@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from distaccum.config.schema import RunConfig
 from distaccum.data.datasets.tokenizer import load_tokenizer, train_tokenizer
 from distaccum.errors import ConfigError
 from distaccum.models.pretrained import pretrained
 from distaccum.tools.hub import fetched
-from distaccum.train.components import components_from_config
 from tests.support.optional import Library
 
 transformers = Library("transformers")
@@ -40,13 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(**TINY)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     train_tokenizer([row["prompt"] + row["completion"] for row in ROWS], vocab_size=300).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, ROWS)))
     return path
 
 
@@ -107,22 +97,3 @@ def test_a_hub_out_of_reach_is_one_message(key: str, load: Callable[..., Any], m
 def test_a_model_on_the_meta_device_is_refused(folder: Path) -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match=r"engine\.meta_init"):
         pretrained(name=str(folder))
-
-
-def test_the_groups_go_together(folder: Path, rows: Path) -> None:
-    config = RunConfig.from_dict(
-        {
-            "model": {"_target_": "distaccum.models.pretrained.pretrained", "name": str(folder)},
-            "data": {
-                "_target_": "distaccum.data.datasets.labelled.prompts",
-                "path": str(rows),
-                "tokenizer": str(folder),
-            },
-            "loss": {"_target_": "distaccum.losses.transformers.CausalLM"},
-        }
-    )
-    parts = components_from_config(config, world_size=1, device=torch.device("cpu"))
-    batch = parts.data.collate([parts.data.train[0], parts.data.train[1]])
-    mean = parts.loss(parts.model, batch) / parts.loss.count(batch)
-    theirs = parts.model(**batch).loss  # of transformers' own, which averages one batch rightly
-    torch.testing.assert_close(mean, theirs, rtol=1e-6, atol=0)
