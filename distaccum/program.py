@@ -58,6 +58,8 @@ def load(target: str) -> Any:
 
 REPORT = "distaccum.tools.report.at_end:ReportAtEnd"
 """A context around a run, which writes its report at its end."""
+BEST_EVALUATION = "distaccum.tools.report.at_end:best_evaluation"
+"""Gives a run's best evaluation in words, for the summary."""
 PROFILER = "distaccum.tools.profiling:Profiler"
 """A part of a run, where some of its windows are to be profiled."""
 BEGAN = "distaccum.tools.diagnose:where_it_began"

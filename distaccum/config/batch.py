@@ -38,16 +38,13 @@ class BatchConfig:
         global_size: Samples per optimizer step, over all ranks.
         tokens: Tokens per optimizer step, over all ranks, instead of ``global_size`` (with ``batch=tokens``).
         micro_size (int | auto): Upper limit of a micro-batch in samples, on one rank. ``auto`` finds the fastest that
-            fits before the first step. null: ``auto`` if the main job runs on GPUs; otherwise 8, or the global batch if
-            that is smaller.
+            fits before the first step. null: ``auto`` if the main job runs on GPUs; else 8, or a smaller global batch.
         micro_tokens (int | auto | null): Upper limit of a micro-batch in tokens after padding (samples x longest
             sample). If ``micro_size`` is a number, both limits apply; if not, it only sets the evaluation batch.
             ``auto`` finds the limit with the longest samples. null: no limit.
-        group_by_length: Put samples of similar length into one micro-batch, to save padding; a step's samples stay the
-            same.
+        group_by_length: Put samples of similar length into one micro-batch, within a step, to save padding.
         pad_rows: Fill smaller micro-batches up to one size with rows that do not count.
-        packing (none | documents): ``documents`` puts several samples into one row instead of padding; they do not
-            attend to each other.
+        packing (none | documents): ``documents`` puts several samples into a row in place of padding, each on its own.
         row_tokens: Length of a packed row in tokens, such as 4096. null: the longest sample.
         schedule (list of mappings): Smaller global batches at the start of the run, before ``global_size``:
             ``[{global_size: 64, updates: 500}]``. Each has its ``global_size`` and its length in ``updates``,

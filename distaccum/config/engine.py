@@ -85,10 +85,8 @@ class FSDP2Config(EngineConfig):
     Args:
         sync (boundary | every): When gradients are reduced: once per step, holding whole gradients until then
             (``boundary``), or in every micro-step, holding shards (``every``: less memory, more traffic).
-        reshard_after_forward: Free a block's gathered parameters after its forward and gather them again for the
-            backward.
-        gather_dtype (compute | fp32): Number format of gathered parameters: that of the forward (``compute``) or
-            ``fp32``.
+        reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again.
+        gather_dtype (compute | fp32): Number format of gathered parameters: the forward's, or ``fp32``.
         offload: Keep the shards in CPU memory.
         replicas: Number of model replicas. With 2 on 16 ranks, each model is sharded over 8.
         meta_init: Build the model without memory and initialize its weights block by block.
@@ -119,11 +117,11 @@ class DeepSpeedConfig(EngineConfig):
     """DeepSpeed's ZeRO, its JSON generated from the whole configuration.
 
     Args:
-        stage (0 | 1 | 2 | 3): of ZeRO: what is sharded.
-        offload_optimizer: stages 2 and 3: optimizer state on the CPU.
-        offload_parameters: stage 3: parameters on the CPU.
-        json (path | mapping | null): a file or mapping in DeepSpeed's own format: what distaccum does not set itself is
-            passed on.
+        stage (0 | 1 | 2 | 3): ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also parameters.
+        offload_optimizer: Keep optimizer state in CPU memory (stages 2 and 3).
+        offload_parameters: Keep parameters in CPU memory (stage 3).
+        json (path | mapping | null): More settings in DeepSpeed's own format: a file or a mapping. Keys that distaccum
+            sets itself must agree.
     """
 
     name: str = "deepspeed"

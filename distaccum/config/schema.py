@@ -82,8 +82,7 @@ class RunConfig:
 
     Args:
         seed: Random seed for initial weights, data order and dropout.
-        numerics (fast | reproducible): ``reproducible`` makes a run's numbers the same, bit for bit, on any number of
-            ranks.
+        numerics (fast | reproducible): ``reproducible`` makes a run's numbers the same bits on any number of ranks.
         deterministic: Use kernels that give the same bits in every run; an operator that has none ends the run.
         resume (never | auto | path): Where to start: from zero (``never``), from the newest valid checkpoint in the run
             directory (``auto``), or from a checkpoint, such as ``runs/first/checkpoints/step-100``.

@@ -148,26 +148,23 @@ class TrainerConfig:
         num_workers: Data loading processes per rank.
         prefetch_windows: Steps whose data are loaded ahead. 0: as many micro-batches as
             ``trainer.loader.prefetch_factor``.
-        host_memory (size | null): Upper limit of a rank's data in host memory, loaded ahead or in use, such as
-            ``4GiB``. null: no limit.
+        host_memory (size | null): Upper limit of a rank's data in host memory, in use or loaded ahead: ``4GiB``. null:
+            none.
         loader: How the loading processes work.
-        nonfinite (stop | skip): Reaction to a NaN or infinite gradient: ``stop`` the run or ``skip`` the step. In fp16
-            the loss scale shrinks first.
+        nonfinite (stop | skip): Reaction to a NaN or infinite gradient: ``stop`` the run or ``skip`` the step, in fp16
+            after the loss scale has shrunk.
         max_skips: Stop the run after this many skipped steps in a row, once the loss scale cannot shrink any more.
         verify (first | never | int): Steps whose gradient is verified before it is applied: the ``first``, none
             (``never``), or with 1000 the first and every 1000th.
-        on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` the run or
-            ``warn``.
+        on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` or ``warn``.
         on_spike (off | warn | skip | rollback): Reaction to an unusually large gradient norm: none (``off``), ``warn``,
             ``skip`` the step, or ``rollback`` to the last checkpoint.
         spike_zscore: A norm is a spike if it is this many standard deviations above the mean.
         spike_window: Steps over which the mean is taken; checks begin after half of them.
         hang_timeout (auto | duration | null): End the run, naming the ranks that stopped, after this long without
             progress on any rank. ``auto``: ten times the longest pause so far, at least five minutes. null: never.
-        group_timeout (duration): Timeout of a collective, such as ``30m``. It must be longer than any save or
-            evaluation.
-        threads: CPU threads per rank. null: torch's default; 1 with ``numerics=reproducible`` on CPUs, whose numbers
-            depend on it.
+        group_timeout (duration): Timeout of a collective, such as ``30m``; longer than any save or evaluation.
+        threads: CPU threads per rank. null: torch's default, but 1 with ``numerics=reproducible`` on CPUs.
         backend (auto | nccl | gloo): Communication between GPUs: ``nccl``, or ``gloo``, with which ranks may share a
             GPU. ``auto`` is ``nccl``. CPUs always use gloo.
     """
@@ -290,8 +287,7 @@ class InitConfig:
     """In what the files of ``init_from`` may differ from the model; all else is refused.
 
     Args:
-        missing: Names of the model's weights that the files may lack, as patterns such as ``[head.*]``; they keep their
-            initial values.
+        missing: Names of weights that the files may lack, as patterns such as ``[head.*]``; they keep initial values.
         unexpected: Names of weights in the files that the model does not have, as patterns; they are ignored.
     """
 
@@ -307,8 +303,8 @@ class ProfileConfig:
     """Which windows are profiled, and what is written of them beside the table of phases.
 
     Args:
-        steps (list[int] | null): First and last step to profile, such as ``[10,12]``, counted from this process's
-            start. null: no profile.
+        steps (list[int] | null): First and last step to profile, such as ``[10,12]``, from this process's first. null:
+            none.
         trace: Write torch's trace of each rank.
         memory: Write a snapshot of the GPU's allocator.
         nvtx: Mark phases for Nsight Systems, on GPUs.

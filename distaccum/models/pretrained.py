@@ -47,8 +47,7 @@ def pretrained(
             ``token_classification``.
         from_config: Start from random weights: only the configuration is read.
         options: Settings that replace those of the model's configuration, such as ``{num_labels: 3}``.
-        fresh: Names of weights that the files may lack, as patterns such as ``[score.*]``; they start with random
-            values.
+        fresh: Names of weights that the files may lack, as patterns such as ``[score.*]``; they start random.
         base_dtype (fp32 | bf16): Number format of the frozen weights below adapters.
         lora: LoRA adapters by PEFT's names, such as ``{r: 8, alpha: 16}``: ``r``, the rank (null: no adapters);
             ``alpha``, which scales their product by alpha / r; ``dropout`` of their inputs; ``target_modules``, names

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint.files import BEST
-from distaccum.config.direction import known_mode
 from distaccum.data.loader import padding_share
 from distaccum.data.loading_processes import prefetch_factor
 from distaccum.data.packing import PackCollator
@@ -21,6 +17,7 @@ from distaccum.data.spec import DataSpec
 from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
+from distaccum.program import BEST_EVALUATION, load
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
@@ -152,23 +149,10 @@ def print_summary(
     if best is not None and components.config.checkpoint.best is not None:
         step, value = str(best["checkpoint"]).removeprefix("step-"), f"{best['metric']} {best['value']:.4f}"
         say(console, f"best: step {step}, {value}; {shown(run_dir.checkpoints / BEST)}")
-    elif evaluated := _best_of(run_dir.metrics, evaluation):
+    elif evaluated := load(BEST_EVALUATION)(run_dir.metrics, evaluation):
         say(console, f"best: {evaluated}")
     if components.config.metrics.report:
         say(console, f"report: {shown(run_dir.report)}")
-
-
-def _best_of(records: Path, evaluation: Mapping[str, float]) -> str:
-    """The best evaluation of a run by the first result whose name tells what is better; empty for one evaluation."""
-    name = next((name for name in evaluation if known_mode(name)), None)
-    with suppress(OSError, ValueError):
-        found = [json.loads(line) for line in records.read_text().splitlines() if f'"{name}"' in line]
-        finite = [(one[name], one["step"]) for one in found if math.isfinite(one[name])]
-        sign = 1 if known_mode(str(name)) == "min" else -1
-        if len(finite) > 1:
-            value, step = min(finite, key=lambda one: sign * one[0])
-            return f"step {step}, {name} {value:.4f}"
-    return ""
 
 
 def print_results(rows: Mapping[str, float], baselines: Mapping[str, float], console: Console) -> None:

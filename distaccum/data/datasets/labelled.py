@@ -57,19 +57,19 @@ def labelled(
     """Texts with labels, for ``loss=sequence_classification``.
 
     Args:
-        path: a ``.csv``, ``.tsv`` or ``.jsonl`` file, in UTF-8, with a line of column names or one JSON object a line;
+        path: A ``.csv``, ``.tsv`` or ``.jsonl`` file in UTF-8, with a line of column names or one JSON object a line;
             or a ``.parquet`` file.
-        tokenizer: of a model, by its name or folder; None: one is trained on the texts.
-        text: the column of the texts.
-        label: the column of the labels, which may have any names.
-        vocab_size: the most tokens of a tokenizer that is trained.
-        max_length: the most tokens of a text; longer ones are truncated.
-        held_out: the share of the texts to hold out, the same ones every time.
-        pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
-        weights: a column, or a file of a number a line or a ``.npy``: see ``DataSpec.weights``.
-        classes: the labels in the order of their numbers; empty: as they are sorted.
-        problem: of the loss: ``single_label``; ``multi_label``: labels are lists of names, as ``["a", "b"]`` or
-            ``a, b``; ``regression``: numbers.
+        tokenizer: A model's tokenizer, by name or folder. null: one is trained on the texts.
+        text: Column of the texts.
+        label: Column of the labels, which may have any names.
+        vocab_size: Upper limit of the tokens of a tokenizer that is trained.
+        max_length: Upper limit of a text in tokens; longer texts are truncated.
+        held_out: Share of the texts to hold out, the same ones every time.
+        pad_to_multiple_of: Round the length of each batch up to a multiple of this, such as 8.
+        weights: Sampling weights: a column, or a file (``.npy``, or a number a line), see ``DataSpec.weights``.
+        classes: Labels in the order of their numbers, such as ``[negative,positive]``. Empty: sorted by name.
+        problem: Kind of labels: ``single_label``; ``multi_label``, lists of names such as ``["a", "b"]`` or ``a, b``;
+            ``regression``, numbers.
 
     Raises:
         ConfigError: no such file or column, a line that cannot be read, too little to train on, a setting out of
@@ -139,23 +139,22 @@ def prompts(
     -100. Labels stand where their tokens do, as ``loss=causal_lm`` takes them.
 
     Args:
-        path: a ``.csv`` or ``.tsv`` file with a line of column names, a ``.jsonl`` file of one JSON object a line, in
-            UTF-8; or a ``.parquet`` file.
-        tokenizer: of a model, by its name or folder.
-        prompt: the column of the prompts; None: there are none, and every token of a completion but its first is
-            learned.
-        completion: the column of the completions, or of the texts, which end with the tokenizer's end token. Both may
-            hold lists of messages. Of a template the column with which the answer begins; None: all of it is learned.
-        template: a sample's text, with columns in braces: ``"Question: {question}\\nAnswer: {answer}"``.
-        messages: instead, the column of chats: lists of messages, each with ``role`` and ``content``. They are written
-            in the tokenizer's chat template, and the turns of the role ``assistant`` are learned, with the mark that
-            ends them, but those with ``"weight": 0``.
-        chat_template: a file with a chat template in Jinja, in place of the tokenizer's. Where it marks answers by
-            ``{% generation %}``, these are what is learned.
-        max_length: the most tokens of a sample; longer ones are truncated at their end.
-        held_out: the share of the samples to hold out, the same ones every time.
-        pad_to_multiple_of: rounds the length of each batch up to a multiple of it.
-        weights: a column, or a file of a number a line or a ``.npy``: see ``DataSpec.weights``.
+        path: A ``.csv`` or ``.tsv`` file with a line of column names, or a ``.jsonl`` file of one JSON object a line,
+            in UTF-8; or a ``.parquet`` file.
+        tokenizer: A model's tokenizer, by name or folder.
+        prompt: Column of the prompts. null: no prompts, every token of a completion but its first is learned.
+        completion: Column of the completions or texts, which end with the tokenizer's end token. Both may be lists of
+            messages. With a template: the column with which the answer begins; null: all of it is learned.
+        template: Text of a sample, with columns in braces: ``"Question: {question}\\nAnswer: {answer}"``.
+        messages: Instead, the column of chats: lists of messages, each with ``role`` and ``content``, written in the
+            tokenizer's chat template. Turns of the role ``assistant`` are learned, with the mark that ends them, except
+            those with ``"weight": 0``.
+        chat_template: A file with a chat template in Jinja that replaces the tokenizer's. If it marks answers by ``{%
+            generation %}``, these are learned.
+        max_length: Upper limit of a sample in tokens; longer samples are truncated at their end.
+        held_out: Share of the samples to hold out, the same ones every time.
+        pad_to_multiple_of: Round the length of each batch up to a multiple of this, such as 8.
+        weights: Sampling weights: a column, or a file (``.npy``, or a number a line), see ``DataSpec.weights``.
 
     Raises:
         ConfigError: no such file, column or tokenizer, a line that cannot be read, a sample without an answer within

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from distaccum.checkpoint.files import write_text
+from distaccum.config.direction import known_mode
 from distaccum.train.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
+
+
+def best_evaluation(records: Path, evaluation: Mapping[str, float]) -> str:
+    """The best evaluation in ``metrics.jsonl``, in words; empty for a single one, or where no name tells the best."""
+    name = next((name for name in evaluation if known_mode(name)), "")
+    with suppress(OSError, ValueError, TypeError, KeyError):  # it is for people alone
+        found = [json.loads(line) for line in records.read_text().splitlines() if f'"{name}": ' in line]
+        finite = [(one[name], one["step"]) for one in found if name in one and math.isfinite(one[name])]
+        sign = 1 if known_mode(name) == "min" else -1
+        if len(finite) > 1:
+            value, step = min(finite, key=lambda one: sign * one[0])
+            return f"step {step}, {name} {value:.4f}"
+    return ""
 
 
 class ReportAtEnd:

@@ -90,7 +90,7 @@ def _opened(file: Path, folder: Path) -> str:
 
 
 def _runs(folder: Path) -> list[Path]:
-    first = [record(step) for step in range(1, 101)]
+    first = [record(step, constructor=1.0) for step in range(1, 101)]  # a name that every object has
     first[49]["loss"] = math.nan
     first[59]["grad_norm"] = -math.inf
     first[69] |= {"applied": False, "skipped": 1, "loss": -0.5}
@@ -118,7 +118,7 @@ def test_the_browser_draws_every_number_and_the_switches_switch(tmp_path: Path) 
     whole = tmp_path / "report.html"
     whole.write_text(page(read_runs(runs)))
     drawn = _opened(whole, tmp_path)  # under its own policy: no script but its own
-    assert drawn.count('class="curve"') == 2 * 8 + 2  # eight of each run, and the held-out sets of one
+    assert drawn.count('class="curve"') == 2 * 8 + 3  # eight of each run, and the held-out sets and a number of one
     clicked = tmp_path / "clicked.html"
     text = re.sub(r"<meta http-equiv=[^>]+>", "", whole.read_text())
     clicked.write_text(text.replace("</body>", f"<script>{CLICKS}</script></body>"))
