@@ -16,19 +16,23 @@ _SMALLER = {
 _LARGER = {
     *("accuracy", "acc", "f", "fbeta", "auroc", "auc", "auprc", "precision", "recall", "sensitivity", "specificity"),
     *("bleu", "sacrebleu", "chrf", "rouge", "rougel", "rougelsum", "meteor", "iou", "miou", "jaccard", "dice", "map"),
-    *("mrr", "ndcg", "hits", "top", "em", "matthews", "mcc", "kappa", "pearson", "spearman", "correlation", "r"),
+    *("mrr", "ndcg", "hits", "em", "matthews", "mcc", "kappa", "pearson", "spearman", "correlation", "r"),
     *("psnr", "ssim", "snr", "sdr", "similarity", "reward", "return"),
 }
-# What is told of a result with one of these behind it has no better and worse: loss_scale, accuracy_std.
-_NEITHER = {"scale", "std", "var", "count", "norm", "lr", "step", "steps", "tokens", "samples"}
-# With one of these in front a score is turned over: nobody guesses.
-_TURNED = {"negative", "neg", "minus", "inverse", "false"}
-_WORDS = re.compile(r"[a-z]+[0-9]*")
+# What may stand behind such a word; with any other one there, the result is something else: accuracy_std, loss_scale.
+_BEHIND = {
+    *("score", "rate", "value", "index", "coefficient", "percent", "pct", "curve", "top", "at", "k", "per", "byte"),
+    *("char", "character", "word", "token", "class", "sample", "pixel", "macro", "micro", "weighted", "mean", "avg"),
+    *("average", "median", "sum", "total", "overall", "all", "eval", "val", "dev", "test", "train", "l", "lsum"),
+}
+# With one of these in front a score is turned over, as 1-accuracy: nobody guesses.
+_TURNED = {"negative", "neg", "minus", "inverse", "false", "to", "until", "1"}
+_WORDS = re.compile(r"[a-z]+[0-9]*|(?<![a-z0-9])1(?=-)")
 _NUMBERED = {"f", "r"}  # letters that are a metric's name with a number alone: f1, r2
 
 
 def known_mode(metric: str) -> str | None:
-    """``min`` or ``max``, as the last word of the name that tells has it; None where none does.
+    """``min`` or ``max``, as the last word of the name that tells has it; None where none does, or another follows it.
 
     Of ``eval_f1/cat``, a number for a class, the metric's name tells.
     """
@@ -37,12 +41,10 @@ def known_mode(metric: str) -> str | None:
     words = _WORDS.findall(spaced.lower().replace("cross_entropy", "crossentropy"))
     for word in [] if _TURNED.intersection(words) else reversed(words):
         bare = word.rstrip("0123456789")
-        if bare in _NEITHER:
-            return None
-        if bare in _NUMBERED and bare == word:
-            continue
-        if bare in _SMALLER | _LARGER:
+        if bare in _SMALLER | _LARGER and not (bare in _NUMBERED and bare == word):
             return "min" if bare in _SMALLER else "max"
+        if bare not in _BEHIND and (words[0] != "loss" or bare == "scale"):  # loss_first is a loss by its name
+            return None
     return None
 
 

@@ -190,7 +190,8 @@ def _unsmoothed(terms: list[_Term]) -> list[_Term]:
 
 def _forgotten(terms: Sequence[_Term], count: float) -> str:
     """A mean over what was counted, which nothing multiplies by the count."""
-    means = [term for term in terms if _is_mean(term, count)]
+    mixed = all(term.mean for term in terms) and _close(sum(term.factor for term in terms), 1.0)  # as of two labels
+    means = [term for term in terms if _is_mean(term, count, mixed)]
     if not means or count < _PAIR:  # of one sample, or once a micro-batch
         return ""
     if len(terms) > 1 and not (len(terms) % count and any(term.labels and term.items == count for term in means)):
@@ -202,10 +203,10 @@ def _forgotten(terms: Sequence[_Term], count: float) -> str:
     )
 
 
-def _is_mean(term: _Term, count: float) -> bool:
+def _is_mean(term: _Term, count: float, mixed: bool) -> bool:
     if term.mean:
         known = term.kind != "Mean" or count in (term.items, *term.shape[:1])
-        return known and term.items > 1 and _close(term.factor, 1.0)
+        return known and term.items > 1 and (mixed or _close(abs(term.factor), 1.0))
     features = (*term.shape[1:], prod(term.shape[1:]))  # by whose number a sum over samples may be divided
     samples = not term.labels and count not in features and (count in term.shape[:1] or term.items % count > 0)
     return (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distaccum.accumulation.accumulator import Accumulator
+from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import state as checkpoint
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.state import SavedState
@@ -73,6 +74,8 @@ def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedSta
         if grown:
             remedy += "; or resume_allow=[data] ends the epoch that was begun, and goes on with the next one"
         raise ConfigError(key, value, f"but {path} counts its windows with {key}={before}", remedy)
+    if grown:
+        _check_end(saved.run.progress, components)
     if readable:
         _check_optimizers(saved.run.config, record, path)
         _check_groups(saved.run.config, record, path)
@@ -81,6 +84,18 @@ def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedSta
     _check_changes(saved.run, record, facts, path, config.resume_allow)
     _tell_of_kernels(saved.run.facts.get("kernels", {}), facts.get("kernels", {}))
     return replace(saved, folder=path.resolve())
+
+
+def _check_end(progress: Progress, components: TrainingComponents) -> None:
+    """Raises ConfigError where epochs of fewer samples lie behind, and the schedule's end would not be the run's."""
+    plan, (_, epochs) = components.plan, components.config.trainer.limits
+    if epochs is None or plan.is_stream:
+        return
+    begun = min(epochs, progress.epoch + (progress.epoch_window > 0))
+    end, total = progress.step + plan.updates(epochs) - plan.updates(begun), components.total_steps
+    if total > end:
+        problem = f"counts {total} updates, and with the epochs that had fewer samples it ends after {end}"
+        raise ConfigError("trainer.max_epochs", epochs, problem, f"State trainer.max_steps={end} too, for the schedule")
 
 
 def _tell_of_kernels(before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -178,8 +178,10 @@ def test_a_name_that_says_nothing_needs_a_mode(gloo_world: Any, tmp_path: Path) 
 def test_what_a_name_says() -> None:
     for mode, names in {
         "min": "loss eval_news_loss loss_first bits_per_byte cross_entropy mean_squared_error accuracy_loss wer",
-        "max": "eval_top5_accuracy f1_macro r2 map50 rougeLsum valAccuracy bleu_score accuracy_per_class",
-        None: "loss_scale lr score accuracy_std negative_log_likelihood false_positive_rate f r entropy",
+        "max": "eval_top5_accuracy accuracy_top5 f1_macro f1-score r2 map50 rougeLsum valAccuracy bleu_score "
+        "accuracy_per_class",
+        None: "loss_scale lr score accuracy_std negative_log_likelihood false_positive_rate f r entropy accuracy_gap "
+        "eval_map_cost 1-ssim time_to_accuracy recall_latency",
     }.items():
         assert {name: known_mode(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 

@@ -142,9 +142,9 @@ def test_more_data_begin_with_the_next_epoch(
             found.append((batch[0][:, 0] * 64).int().tolist())
             return len(batch[0])
 
-    def run(samples: int, steps: int, **more: Any) -> None:
+    def run(samples: int, steps: int | None, epochs: int | None = None, **more: Any) -> None:
         data = DataSpec(train=[(torch.full((4,), i / 64), torch.tensor(i % 3)) for i in range(samples)])
-        trainer = {"max_steps": steps, "eval_every": 0, "verify": "never"}
+        trainer = {"max_steps": steps, "max_epochs": epochs, "eval_every": 0, "verify": "never"}
         config = RunConfig.from_dict(_config(resume="auto", trainer=trainer, **more))
         Trainer(nn.Linear(4, 3), Seen(), data, config=config, run_dir=tmp_path).fit()
 
@@ -152,7 +152,11 @@ def test_more_data_begin_with_the_next_epoch(
     with pytest.raises(ConfigError, match=r"samples=64: but .* with samples=40\. .*; or resume_allow=\[data\] ends"):
         run(64, 10)
     found.clear()
-    run(64, 10, resume_allow=["data"])  # eight windows
+    with pytest.raises(
+        ConfigError, match=r"max_epochs=2: counts 16 updates, .* after 10\. State trainer\.max_steps=10 "
+    ):
+        run(64, None, 2, resume_allow=["data"])
+    run(64, 10, 2, resume_allow=["data"])  # eight windows
     assert sorted(i for batch in found for i in batch) == list(range(64))
     assert "with other samples from the next epoch on" in " ".join(capsys.readouterr().out.split())
 
