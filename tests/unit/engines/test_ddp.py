@@ -62,18 +62,6 @@ def test_gradients_lie_in_the_buckets_from_the_start_and_stay_there(gloo_world: 
         assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(gloo_world: World) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    inputs = [torch.randn(2, 3, dtype=torch.float64) for _ in range(4)]
-    model(torch.cat(inputs)).square().sum().backward()
-    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    _window(_engine(model, gloo_world), inputs)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
 def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> None:
     """A zeroed gradient is not None: AdamW's decay and momentum would move them."""
     model = Branches()

@@ -367,26 +367,6 @@ def _train_after(acc: Accumulator, boundary: Callable[[Tensor], object]) -> Weig
     return _train(acc, list(DATA))
 
 
-@pytest.mark.parametrize("after", ["forward", "backward"])
-def test_a_window_that_is_abandoned_at_its_boundary_leaves_the_next_one_exact(after: str) -> None:
-    """One rank may have run the boundary's forward when the other has not."""
-
-    def program(world: World) -> Weights:
-        acc = _accumulator(Plain(), world)
-
-        def boundary(batch: Tensor) -> None:
-            if after == "forward" and world.rank == 0:
-                raise KeyError  # before its forward
-            loss = acc.model(batch).square().sum()
-            if after == "backward":
-                acc.backward(loss)
-            raise KeyError
-
-        return _train_after(acc, boundary)
-
-    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
-
-
 class Breaks(torch.autograd.Function):
     """Raises in the backward, where it is told to."""
 
@@ -400,28 +380,6 @@ class Breaks(torch.autograd.Function):
         if ctx.breaks[0]:
             raise KeyError
         return gradient, None
-
-
-def _break_in_backward(acc: Accumulator, batch: Tensor, breaks: list[bool]) -> None:
-    breaks[0] = True
-    try:
-        acc.backward(acc.model(batch).square().sum())
-    finally:
-        breaks[0] = False
-
-
-def test_a_backward_that_breaks_at_the_boundary_and_is_abandoned_leaves_the_next_window_exact() -> None:
-    """On one rank before it reached a parameter, on the other one half-way."""
-
-    def program(world: World) -> Weights:
-        model, breaks = Plain(), [False]
-        where = model.first if world.rank else model.head
-        breaking: Any = Breaks
-        where.register_forward_hook(lambda _, __, y: breaking.apply(y, breaks))
-        acc = _accumulator(model, world)
-        return _train_after(acc, lambda batch: _break_in_backward(acc, batch, breaks))
-
-    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
 
 class BreaksLate(torch.autograd.Function):
@@ -442,44 +400,65 @@ class BreaksLate(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("finds", [False, True], ids=["all used", "finds unused"])
-@pytest.mark.parametrize("config", ENGINES)
-def test_an_error_after_the_reduction_reduces_nothing_again(config: type[DDPConfig], finds: bool) -> None:
-    """The other ranks have their gradient, and go on: they would meet that reduction in their next collective."""
-
-    def program(world: World) -> Weights:
-        acc = _accumulator(Plain(), world, config(find_unused_parameters=finds))
-        breaking: Any = BreaksLate
-
-        def boundary(batch: Tensor) -> None:
-            loss = acc.model(batch).square().sum()
-            acc.backward(loss if world.rank else breaking.apply(loss))
-            raise KeyError
-
-        return _train_after(acc, boundary)
-
-    _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
+BREAKING: Any = Breaks
+BREAKING_LATE: Any = BreaksLate
 
 
-@pytest.mark.parametrize("finds", [False, True], ids=["all used", "finds unused"])
-def test_an_error_of_a_parameters_own_hook_ends_the_reduction_of_the_others(finds: bool) -> None:
-    """It comes when a gradient is written, and DDP has not been told."""
-
-    def program(world: World) -> Weights:
-        model, breaks = Plain(), [False]
+def _hook(model: Plain, breaks: list[bool], how: str, rank: int) -> None:
+    """Lets the model break in a backward: in one of its layers, or in a hook of a parameter."""
+    if how == "in a backward":  # on one rank before it reached a parameter, on the other one half-way
+        where = model.first if rank else model.head
+        where.register_forward_hook(lambda _, __, y: BREAKING.apply(y, breaks))
+    elif how == "in a parameter's hook":  # which is called when a gradient is written, and DDP has not been told
 
         def hook(_: Tensor) -> None:
             if breaks[0]:
                 raise KeyError
 
-        hooked: Any = model.head.bias
-        hooked.register_post_accumulate_grad_hook(hook)
-        acc = _accumulator(model, world, DDPConfig(find_unused_parameters=finds))
+        bias: Any = model.head.bias
+        bias.register_post_accumulate_grad_hook(hook)
+
+
+FINDS = partial(DDPConfig, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "config"),
+    [
+        ("before a forward", DDPConfig),
+        ("after a backward", DDPConfig),
+        ("in a backward", DDPConfig),
+        ("in a parameter's hook", DDPConfig),
+        ("in a parameter's hook", FINDS),
+        *(
+            ("after the reduction", config)
+            for config in (DDPConfig, FINDS, Zero1Config, partial(Zero1Config, find_unused_parameters=True))
+        ),
+    ],
+)
+def test_a_window_that_breaks_at_its_boundary_and_is_abandoned_leaves_the_next_one_exact(
+    how: str, config: Callable[[], EngineConfig]
+) -> None:
+    """One rank may be further than the other, and go on with its gradient: no reduction is another one's collective."""
+
+    def program(world: World) -> Weights:
+        model, breaks = Plain(), [False]
+        _hook(model, breaks, how, world.rank)
+        acc = _accumulator(model, world, config())
 
         def boundary(batch: Tensor) -> None:
-            if world.rank == 0:
+            if how in ("before a forward", "in a parameter's hook") and world.rank == 0:
                 raise KeyError
-            _break_in_backward(acc, batch, breaks)
+            loss = acc.model(batch).square().sum()
+            if how == "after the reduction" and world.rank == 0:
+                loss = BREAKING_LATE.apply(loss)
+            breaks[0] = True
+            try:
+                if how != "before a forward":
+                    acc.backward(loss)
+            finally:
+                breaks[0] = False
+            raise KeyError
 
         return _train_after(acc, boundary)
 
@@ -535,16 +514,10 @@ def _sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)  # type: ignore[return-value]
 
 
-def _deepspeed(model: nn.Module) -> nn.Module:
-    kind = type("DeepSpeedEngine", (Wrapped,), {"__module__": "deepspeed.runtime.engine"})
-    made: nn.Module = kind(model)
-    return made
-
-
-def _fsdp1(model: nn.Module) -> nn.Module:
-    kind = type("FullyShardedDataParallel", (Wrapped,), {"__module__": "torch.distributed.fsdp.fully_sharded"})
-    made: nn.Module = kind(model)
-    return made
+def _named(name: str, place: str) -> Callable[[nn.Module], nn.Module]:
+    """A wrapper of that name, from a module that need not be installed."""
+    kind: Callable[[nn.Module], nn.Module] = type(name, (Wrapped,), {"__module__": place})
+    return kind
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -554,8 +527,8 @@ def _fsdp1(model: nn.Module) -> nn.Module:
         (DistributedDataParallel, "DistributedDataParallel"),
         (DataParallel, "DataParallel"),
         (_sharded, "FSDPModule"),
-        (_fsdp1, "FullyShardedDataParallel"),
-        (_deepspeed, "DeepSpeedEngine"),
+        (_named("FullyShardedDataParallel", "torch.distributed.fsdp.fully_sharded"), "FullyShardedDataParallel"),
+        (_named("DeepSpeedEngine", "deepspeed.runtime.engine"), "DeepSpeedEngine"),
     ],
 )
 def test_a_model_that_is_wrapped_already_is_refused(
