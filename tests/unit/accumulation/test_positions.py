@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,13 +47,24 @@ def _make(world: World, **options: Any) -> Accumulator:
     return Accumulator(model, optimizer, world=world, **(sizes | options))
 
 
-def _run(acc: Accumulator, data: Any, *, windows: int = 1000, abandoned: tuple[int, ...] = ()) -> list[list[int]]:
+def _numbers(batch: Tensor) -> list[Any]:
+    return batch[:, 0].int().tolist()
+
+
+def _run(
+    acc: Accumulator,
+    data: Any,
+    *,
+    windows: int = 1000,
+    abandoned: tuple[int, ...] = (),
+    of: Callable[[Tensor], list[Any]] = _numbers,
+) -> list[list[Any]]:
     """The samples of each window of at most one epoch; these are abandoned after their first micro-batch."""
-    seen: list[list[int]] = []
+    seen: list[list[Any]] = []
     for k, window in enumerate(acc.windows(data)):
         seen.append([])
         for micro in window:
-            seen[-1] += micro.batch[:, 0].int().tolist()
+            seen[-1] += of(micro.batch)
             with acc.accumulate():
                 acc.backward((acc.model(micro.batch) - 1).square().sum())
             if k in abandoned:
@@ -76,7 +87,7 @@ def test_another_global_batch_takes_every_sample_once(gloo_world: World, kind: s
     acc = _make(gloo_world)
     seen = []
     for k, window in enumerate(acc.windows(data)):
-        seen.append([i for micro in window.plain.micro_batches for i in micro.batch[:, 0].int().tolist()])
+        seen.append([i for micro in window.plain.micro_batches for i in _numbers(micro.batch)])
         acc.step(window, Loss())
         if k in (1, 3):
             acc.set_global_batch_size({1: 6, 3: 2}[k])
@@ -167,20 +178,8 @@ class Drawing:
 def test_what_is_loaded_ahead_belongs_to_its_window(gloo_world: World) -> None:
     """Also after a window that was abandoned, a loop that was left, and a state that was loaded."""
 
-    def rows(acc: Accumulator, windows: int, abandoned: int = -1) -> list[list[list[float]]]:
-        seen: list[list[list[float]]] = []
-        for k, window in enumerate(acc.windows(data)):
-            seen.append([])
-            for micro in window:
-                seen[-1] += micro.batch.tolist()
-                with acc.accumulate():
-                    acc.backward((acc.model(micro.batch) - 1).square().sum())
-                if k == abandoned:
-                    acc.abandon()
-                    break
-            if k + 1 == windows:
-                break
-        return seen
+    def rows(acc: Accumulator, windows: int, abandoned: int = -1) -> list[list[Any]]:
+        return _run(acc, data, windows=windows, abandoned=(abandoned,), of=Tensor.tolist)
 
     data = DataLoader(Drawing(), batch_size=2, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
     first = _make(gloo_world)

@@ -34,7 +34,7 @@ from distaccum.distributed.activity import Activity
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError, PeerError, UntrainedParameterWarning
 from tests.support.accumulators import over_sgd, weights
-from tests.support.schedule_free import ScheduleFree
+from tests.support.schedule_free import ScheduleFree, averaged
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
 Schedulers = Callable[[torch.optim.Optimizer], Any]
@@ -279,16 +279,8 @@ def test_a_second_accumulator_over_the_same_is_refused(gloo_world: World, engine
 
 
 def _averages(windows: int) -> Tensor:
-    """The weights to evaluate after so many windows, in plain torch."""
     torch.manual_seed(0)
-    model = nn.Linear(2, 1)
-    optimizer = ScheduleFree(model.parameters(), lr=0.1)
-    optimizer.train()
-    for k in range(windows):
-        optimizer.zero_grad()
-        (_loss(model, torch.stack(DATA[4 * k : 4 * k + 4])) / 4).backward()
-        optimizer.step()
-    optimizer.eval()
+    model = averaged(nn.Linear(2, 1), _loss, DATA, windows)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

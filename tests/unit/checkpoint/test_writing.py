@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import enumerate as enumerate_threads
@@ -83,18 +82,6 @@ def test_a_digest_is_the_one_that_others_make() -> None:
     for piece in (b"a", b"", b"bc"):
         found.update(piece)
     assert files.digest_text(found) == expected
-
-
-@pytest.mark.parametrize("flipped", [False, True])
-def test_a_flipped_bit_of_a_sealed_file_is_found(tmp_path: Path, *, flipped: bool) -> None:
-    content = bytearray(bytes(range(256)) * (LARGE // 128))
-    sealed = {"model.safetensors": f"blake3:{blake3(content).hexdigest()}", "folder/": ""}
-    content[LARGE] ^= flipped
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "model.safetensors").write_bytes(content)
-    (tmp_path / "manifest.json").write_text(json.dumps(sealed))
-    with pytest.raises(CheckpointError, match=r"changed: model\.safetensors") if flipped else nullcontext():
-        verify(tmp_path)
 
 
 @pytest.mark.fault(

@@ -463,18 +463,11 @@ def test_settings_are_taken_as_they_are(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DDPConfig(bucket_cap_mb="25"), r"engine\.bucket_cap_mb=25: not of type float"),  # type: ignore[arg-type]
-        (lambda: DDPConfig(find_unused_parameters=1), r"engine\.find_unused_parameters=1: not of type bool"),  # type: ignore[arg-type]
-        (lambda: FSDP2Config(replicas=True), r"engine\.replicas=True: not of type int"),
-        (lambda: FSDP2Config(blocks="layers.*"), r"engine\.blocks=layers\.\*: not of type list"),  # type: ignore[arg-type]
-        (lambda: FSDP2Config(blocks=[3]), r"engine\.blocks=\[3\]: not of type list\[str\]"),  # type: ignore[list-item]
-        (lambda: DeepSpeedConfig(stage=2.0), r"engine\.stage=2\.0: not of type int"),  # type: ignore[arg-type]
-        (lambda: DeepSpeedConfig(offload_optimizer="cpu"), r"engine\.offload_optimizer=cpu: not of type bool"),  # type: ignore[arg-type]
         (lambda: DDPConfig(name="fsdp2"), r"engine\.name=fsdp2: this is DDPConfig"),
         (lambda: Zero1Config(name="ddp"), r"engine\.name=ddp: this is Zero1Config"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named(make: Callable[[], Any], message: str) -> None:
+def test_a_name_of_another_engine_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
     assert DDPConfig(bucket_cap_mb=1).bucket_cap_mb == 1

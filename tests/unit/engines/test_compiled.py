@@ -96,6 +96,18 @@ def _check(
     return prepare(model, context)
 
 
+def _noted(backend: str) -> list[torch.fx.GraphModule]:
+    """The graphs that a backend of this name, which compiles nothing, will be given."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def noting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(compiler_fn=noting, name=backend)
+    return graphs
+
+
 def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     sizes: Any = {"global_batch_size": 4, "micro_batch_size": 2, "count": Loss().count, "world": world}
@@ -105,6 +117,8 @@ def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
 @pytest.mark.parametrize(
     ("model", "engine", "given", "words"),
     [
+        # Torch does not trace what has a gradient of another format, and would run all of it as it is.
+        (Net(), DeepSpeedConfig(stage=1), {"name": "blocks", "precision": "bf16"}, "blocks: on DeepSpeed in 16 bits"),
         (Net(0), DDPConfig(), {"name": "blocks"}, "no blocks that could be told.*compile.blocks"),
         (Net(0), FSDP2Config(), {"name": "blocks"}, "no blocks that could be told.*engine.blocks"),
         (
@@ -125,14 +139,10 @@ def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
     ],
 )
 def test_what_cannot_be_compiled_is_refused(model: nn.Module, engine: Any, given: Any, words: str) -> None:
+    settings = QUICK | given
+    precision = settings.pop("precision", "fp32")
     with pytest.raises(ConfigError, match=words):
-        _check(model, CompileConfig(**(QUICK | given)), engine)
-
-
-def test_deepspeed_in_16_bits_is_not_compiled() -> None:
-    """Torch does not trace what has a gradient of another format, and would run all of it as it is."""
-    with pytest.raises(ConfigError, match="compile=blocks: on DeepSpeed in 16 bits"):
-        _check(Net(), CompileConfig(name="blocks", **QUICK), DeepSpeedConfig(stage=1), "bf16")
+        _check(model, CompileConfig(**settings), engine, precision)
 
 
 @pytest.mark.parametrize("part", ["the model", "blocks.1"])
@@ -238,13 +248,7 @@ def test_what_is_compiled_later_is_counted_and_told_once(
 
 def test_the_model_is_not_cut_at_the_ends_of_buckets(gloo_world: World) -> None:
     """Torch's DDPOptimizer does so for each micro-step, and takes no checkpoint."""
-    graphs = []
-
-    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.register_backend(compiler_fn=counting, name="counting")
+    graphs = _noted("counting")
     named = CompileConfig(name="model", backend="counting", fullgraph=True)
     acc = _accumulator(gloo_world, Net(), verify="never", engine=DDPConfig(bucket_cap_mb=1e-5), compile=named)
     for window in acc.windows(DATA):
@@ -336,13 +340,7 @@ def test_a_loss_that_cannot_be_compiled_is_refused(make: Callable[[], Any], word
 
 @pytest.mark.parametrize("part", ["total", "module"])
 def test_a_loss_is_compiled_with_its_model_and_given_back(gloo_world: World, part: str) -> None:
-    graphs: list[torch.fx.GraphModule] = []
-
-    def noting(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.register_backend(compiler_fn=noting, name=f"noting {part}")
+    graphs = _noted(f"noting {part}")
     loss, model = _with(part), Net(1)
     named = CompileConfig(name="blocks", backend=f"noting {part}")
     acc = _accumulator(gloo_world, model, verify="never", compile=named)

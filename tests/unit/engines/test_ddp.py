@@ -62,24 +62,6 @@ def test_gradients_lie_in_the_buckets_from_the_start_and_stay_there(gloo_world: 
         assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_parameters_that_a_window_did_not_use_do_not_move(gloo_world: World) -> None:
-    """A zeroed gradient is not None: AdamW's decay and momentum would move them."""
-    model = Branches()
-    engine = _engine(model, gloo_world, find_unused_parameters=True)
-    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])
-    engine.step()
-    used = [p.detach().clone() for p in model.parameters()]
-
-    _window(engine, [-torch.ones(1, 3), -torch.ones(1, 3)])
-    engine.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
-    assert not any(torch.equal(p, q) for p, q in zip(model.first.parameters(), used[:2], strict=True))
-
-    _window(engine, [torch.ones(1, 3), -torch.ones(1, 3)])  # used before the boundary only
-    engine.step()
-    assert not any(torch.equal(p, q) for p, q in zip(model.second.parameters(), used[2:], strict=True))
-
-
 class TwoOutputs(nn.Module):
     """Of which a loss may leave one out."""
 

@@ -182,8 +182,7 @@ def _two_optimizers(
         assert gradient is not None
         if window == 1:
             gradient[1] = value
-        for together in [optimizers] if isinstance(scaler, LossScaler) else [[one] for one in optimizers]:
-            scaler.step(*together)
+        scaler.step(*optimizers)
         scaler.update()
         seen.append([p.tolist() for p in parameters])
     return seen[0], seen[1], parameters
@@ -200,13 +199,6 @@ def test_two_optimizers_step_together_or_not_at_all(
     assert after == before
     assert scaler.get_scale() == 4.0
     assert all(p.isfinite().all() and p.tolist() != old for p, old in zip(parameters, before, strict=True))
-
-
-@both
-def test_the_textbook_calls_step_two_optimizers_together_or_not_at_all(Scaler: Any, group: World) -> None:  # noqa: N803
-    """Torch's ``step`` takes one optimizer, and lets it step where another one's gradient is infinite."""
-    before, after, _ = _two_optimizers(Scaler("cpu", init_scale=8.0), (False, False), 1, INF)
-    assert after == before
 
 
 def test_unscaled_together_they_decide_together_also_when_stepped_apart(group: World) -> None:

@@ -27,7 +27,7 @@ from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
 from tests.support.accumulators import Loss
 from tests.support.commands import metrics
 from tests.support.runs import settings
-from tests.support.schedule_free import ScheduleFree
+from tests.support.schedule_free import ScheduleFree, averaged
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -153,6 +153,11 @@ def test_a_loading_process_that_dies_is_named(gloo_world: World, tmp_path: Path)
         _trainer(tmp_path, data, Sums(), max_steps=1, num_workers=1).fit()
 
 
+def _held_out(data: Any, world: World, micro_batch_size: int, collate: Any, workers: WorkerOptions) -> HeldOut:
+    sizes: Any = {"limit": None, "micro_batch_size": micro_batch_size, "seed": 3}
+    return HeldOut(data, world, collate=collate, workers=workers, **sizes)
+
+
 class RunsOut(Told):
     """Samples of an iterator that has too few of them, as ``next()`` says by ``StopIteration``."""
 
@@ -163,8 +168,7 @@ class RunsOut(Told):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_that_stop_early_are_no_end_of_the_held_out_data(num_workers: int, gloo_world: World) -> None:
     """Torch passes a dataset's ``StopIteration`` on, and a ``for`` takes that for the end."""
-    workers = WorkerOptions(num_workers=num_workers)
-    held_out = HeldOut(RunsOut(9), gloo_world, limit=None, micro_batch_size=2, collate=list, workers=workers, seed=0)
+    held_out = _held_out(RunsOut(9), gloo_world, 2, list, WorkerOptions(num_workers=num_workers))
     with pytest.raises(DataError, match=r"the held-out data ended after 2 batches, and .* StopIteration"):
         list(held_out.batches(in_lockstep=False))
 
@@ -173,7 +177,7 @@ def test_samples_that_stop_early_are_no_end_of_the_held_out_data(num_workers: in
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loading_processes_stay_where_they_are_slow_to_start(method: str, gloo_world: World) -> None:
     workers = WorkerOptions(num_workers=1, multiprocessing_context=method)
-    held_out = HeldOut(Dies(6), gloo_world, limit=None, micro_batch_size=4, collate=None, workers=workers, seed=0)
+    held_out = _held_out(Dies(6), gloo_world, 4, None, workers)
     first, second = ({float(batch[0, 0]) for batch in held_out.load([[0], [1]])} for _ in range(2))
     assert len(first) == len(second) == 1
     assert (first == second) == (method == "spawn")
@@ -194,8 +198,7 @@ def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_befo
     def drawn(number: int, method: str, size: int = 1) -> list[Tensor]:
         workers = WorkerOptions(num_workers=number, multiprocessing_context=method)
         worlds = [World(rank=rank, size=size, device=torch.device("cpu")) for rank in range(size)]
-        given: dict[str, Any] = {"limit": None, "micro_batch_size": 2, "collate": torch.stack, "workers": workers}
-        ranks = [HeldOut(Drawn(8), world, **given, seed=3) for world in worlds]
+        ranks = [_held_out(Drawn(8), world, 2, torch.stack, workers) for world in worlds]
         return [torch.stack([batch for one in ranks for batch in one.load(one._own_ids())]) for _ in range(2)]
 
     expected = drawn(1, "fork")[0]
@@ -208,18 +211,8 @@ def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_befo
 @pytest.mark.parametrize(("samples", "size"), [(23, 4), (13, 4), (12, 4), (5, 1), (8, 2), (2, 1), (1, 1)])
 def test_whole_batches_are_dealt_to_the_ranks(samples: int, size: int) -> None:
     """``size`` is 4, or less where three ranks would not all have a batch."""
-    ranks = [
-        HeldOut(
-            range(samples),
-            World(rank=rank, size=3, device=torch.device("cpu")),
-            limit=None,
-            micro_batch_size=4,
-            collate=list,
-            workers=WorkerOptions(),
-            seed=0,
-        )
-        for rank in range(3)
-    ]
+    worlds = [World(rank=rank, size=3, device=torch.device("cpu")) for rank in range(3)]
+    ranks = [_held_out(range(samples), world, 4, list, WorkerOptions()) for world in worlds]
     expected = [list(range(first, min(first + size, samples))) for first in range(0, samples, size)]
     found = [[batch for batch, is_own in one.batches(in_lockstep=True) if is_own] for one in ranks]
     assert found == [expected[rank::3] for rank in range(3)]
@@ -411,23 +404,11 @@ def _fit(model: nn.Module, optimizer: Any, run_dir: Path, **options: Any) -> Non
     Trainer(model, Loss(), SPEC, optimizer=optimizer, run_dir=run_dir, config=config, **(sizes | options)).fit()
 
 
-def _averages(steps: int) -> nn.Module:
-    model = _whitened()
-    optimizer = ScheduleFree(model.parameters(), lr=0.1)
-    optimizer.train()
-    for k in range(steps):
-        optimizer.zero_grad()
-        (Loss()(model, torch.stack(DATA[4 * k : 4 * k + 4])) / 4).backward()
-        optimizer.step()
-    optimizer.eval()
-    return model
-
-
 def test_a_schedule_free_run_evaluates_and_saves_its_averages(gloo_world: World, tmp_path: Path) -> None:
     model = _whitened()
     _fit(model, ScheduleFree(model.parameters(), lr=0.1), tmp_path)
     for step in (2, 4):
-        expected = _averages(step)
+        expected = averaged(_whitened(), Loss(), DATA, step)
         loss = Loss()(expected, torch.stack(DATA[:4])).item() / 4
         assert metrics(tmp_path)[step - 1]["eval_loss"] == pytest.approx(loss, rel=1e-5)
         saved = load_file(tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors")
