@@ -9,6 +9,7 @@
     │   └── PeerError                       another rank could not load its part of a window: its error, in words
     ├── NonFiniteError    (ArithmeticError) a window's gradient is NaN or infinite on some rank
     ├── SpikeError        (ArithmeticError) gradients spike again and again
+    ├── NoObjectiveError                    a sweep's run ended without the number that its sweeper is to be given
     ├── ResourceError     (RuntimeError)    memory is over
     ├── VerificationError (RuntimeError)    a run's proof of itself fails: its gradient, its loss, or ranks that differ
     └── MisuseError       (RuntimeError)    a loop does what would train wrongly: the message says what to write instead
@@ -55,6 +56,10 @@ class PeerError(DataError):
     def __init__(self, reason: str, where: str) -> None:
         self.reason = reason
         super().__init__(f"{reason} ({where}; this rank stops with it)")
+
+
+class NoObjectiveError(DistaccumError):
+    """A run has ended without the number that a sweeper is to be given."""
 
 
 class NonFiniteError(DistaccumError, ArithmeticError):

@@ -111,7 +111,7 @@ LIBRARIES = {
         "tools/plan/settings_command.py",
         "train/cli.py",
         "tools/submitit.py",
-        "train/sweeps.py",
+        "tools/sweeps.py",
     },
     "wandb": {"tools/wandb_upload.py", "train/metrics/wandb.py"},
     "mlflow": {"tools/mlflow.py"},

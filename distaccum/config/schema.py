@@ -220,6 +220,13 @@ def plain(node: DictConfig) -> Node:
         raise translate(error) from error
 
 
+def names_of(objective: Any) -> list[str]:
+    """The names of an objective, which is a name, several, or None."""
+    if objective is None:
+        return []
+    return [objective] if isinstance(objective, str) else list(objective)
+
+
 def as_typed(overrides: Any) -> list[str]:
     """Hydra's list of overrides; an interpolation in one is not resolved, as each look at its list would do."""
     return cast(list[str], OmegaConf.to_container(overrides, resolve=False))

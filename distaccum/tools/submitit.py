@@ -16,8 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from distaccum.config.schema import as_typed
 from distaccum.distributed.signals import ignore_user_signals
 from distaccum.errors import DistaccumError
+from distaccum.tools.sweeps import objective_of
 from distaccum.train.run_dir import RunDir, State
-from distaccum.train.sweeps import objective_of
 
 _PORTS = range(20000, 30000)
 _AGAIN_S = 2.0

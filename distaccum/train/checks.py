@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from distaccum.checkpoint import weights
 from distaccum.config.checks import EPOCH, GLOO
-from distaccum.config.schema import RunConfig
+from distaccum.config.schema import RunConfig, names_of
 from distaccum.data.factory import check_workers, loading_options
 from distaccum.data.held_out import evaluation_workers
 from distaccum.data.loading_processes import reading
@@ -34,13 +34,12 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import CLASSES, HOST_MEMORY, METRICS, PROFILER, TEXTS, load
+from distaccum.program import CLASSES, HOST_MEMORY, METRICS, OBJECTIVE, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback, Judging
 from distaccum.train.callbacks import check as check_callbacks
 from distaccum.train.evaluate import EvaluationMetric, evaluates
 from distaccum.train.packing import check_padding
-from distaccum.train.sweeps import check_of_records, names_of
 
 Texts: TypeAlias = Callable[[Engine], list[dict[str, str]]]
 
@@ -329,7 +328,7 @@ def check_results(run: Stated) -> None:
         config.checkpoint.mode_of_best()
     for objective in names_of(config.objective):
         if not objective.startswith("eval_"):
-            check_of_records(objective)
+            load(OBJECTIVE)(objective)
             continue
         if not evaluates(data, config):
             remedy = "Hold data out and set eval_every, or use a number of the records, as objective=loss"

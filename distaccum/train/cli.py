@@ -25,7 +25,6 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
@@ -41,9 +40,9 @@ from distaccum.distributed.environment import LaunchEnvironment, main_first
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
-from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, SpikeError
+from distaccum.errors import ConfigError, DistaccumError, NonFiniteError, NoObjectiveError, SpikeError
 from distaccum.precision.selection import describe
-from distaccum.program import FLAGS, SAID_BY_HYDRA, SUBMITIT, load, outlive_output
+from distaccum.program import FLAGS, SAID_BY_HYDRA, SUBMITIT, SWEEP, load, outlive_output
 from distaccum.train.components import First, TrainingComponents, components_from_config
 from distaccum.train.coordination import Job, JobCoordinator, JobRejectedError
 from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun, watched_start
@@ -51,15 +50,6 @@ from distaccum.train.metrics.background import is_left_behind
 from distaccum.train.run import Launch, RunResult, Start, prepare, run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.run_log import enable_loggers, log_to_stderr
-from distaccum.train.sweeps import (
-    DEFAULT,
-    NoObjectiveError,
-    is_tried,
-    objective_of,
-    require_finite,
-    require_same_choice,
-    swept,
-)
 
 
 def passed(components: TrainingComponents, from_step: int | None) -> str:
@@ -247,7 +237,7 @@ class _Jobs:
         except BaseException as error:  # sys.exit(0) of a user's function too
             _report(run_dir, self._launch.environment.rank, error)
             self._remove_if_empty(run_dir)
-            if isinstance(error, _TRIAL_ENDS) and is_tried():
+            if isinstance(error, _TRIAL_ENDS) and load(SWEEP)().tried:
                 raise  # Hydra hands it to the sweeper, which decides whether it goes on
             sys.exit(1)
         if self.preempted:
@@ -269,19 +259,16 @@ class _Jobs:
 
     def _run(self, node: DictConfig, run_dir: RunDir) -> Any:
         check_overrides(HydraConfig.get().overrides.task, str(HydraConfig.get().runtime.choices.get("engine")))
-        config, tried = _with_rehearsal(plain(node)), is_tried()
-        if tried and config.get("objective") is None:
-            config["objective"] = DEFAULT  # so that a run which has none is refused before it trains
-        if HydraConfig.get().mode == RunMode.MULTIRUN and config.get("resume") == "auto":
-            require_same_choice(swept(as_typed(HydraConfig.get().overrides.task), sys.argv[1:]), run_dir)
-        job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=tried)
+        config, sweep = _with_rehearsal(plain(node)), load(SWEEP)()
+        sweep.prepare(config, run_dir)
+        job = Job(number=self.published, run_dir=str(run_dir.path), config=config, tried=sweep.tried)
         if self._planned is not None:
             components = _make_components(job, self._planned)
             saved = prepare(components, run_dir, self._planned)
             from_step = None if saved is None else saved.run.progress.step
             sys.stdout.write(f"{passed(components, from_step)}\n")
             self._remove_if_empty(run_dir)
-            return 0.0 if tried else None
+            return 0.0 if sweep.tried else None
         self.published += 1
         self._coordinator.publish(job)
         keep = partial(_keep_hydra_files, run_dir, node)
@@ -289,8 +276,7 @@ class _Jobs:
         self.preempted = result.preempted
         if self.preempted:
             return None
-        objective = objective_of(config.get("objective"), result.evaluation, run_dir.metrics)
-        return require_finite(objective, config["objective"]) if tried else objective
+        return sweep.objective(config, result.evaluation, run_dir)
 
 
 def _with_rehearsal(config: dict[str, Any]) -> dict[str, Any]:

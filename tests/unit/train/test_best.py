@@ -17,10 +17,10 @@ from distaccum.checkpoint.store import find
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, NoObjectiveError
 from distaccum.tools import export
+from distaccum.tools.sweeps import objective_of, require_finite
 from distaccum.train.checks import check_results
-from distaccum.train.sweeps import NoObjectiveError, objective_of, require_finite
 from tests.support.runs import settings
 
 DATA = [(torch.randn(4), torch.tensor(i % 3)) for i in range(16)]

@@ -18,11 +18,11 @@ from distaccum.config.schema import RunConfig
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
+from distaccum.tools.sweeps import require_same_choice, swept
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.resume import Restore, find_checkpoint
 from distaccum.train.run import build_accumulator
 from distaccum.train.run_dir import RunDir
-from distaccum.train.sweeps import require_same_choice, swept
 
 SOURCE = DataSpec(train=[(torch.randn(4), torch.tensor(i % 3)) for i in range(16)], eval_dataset=None, description="")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -15,7 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from distaccum.errors import ConfigError, DistaccumError, near_misses, shorten
+from distaccum.config.schema import as_typed, names_of
+from distaccum.errors import ConfigError, NoObjectiveError, near_misses, shorten
 from distaccum.train.metrics.loggers import OF_RECORDS, records_of
 from distaccum.train.run_dir import RunDir
 
@@ -78,26 +80,43 @@ def swept(overrides: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in split if key not in stated}
 
 
-def is_tried() -> bool:
-    """Whether a sweeper asks for the job's objective: any but Hydra's own, which runs what the command line lists."""
-    hydra_config = HydraConfig.get()
-    return hydra_config.mode == RunMode.MULTIRUN and not hydra_config.sweeper._target_.endswith(".BasicSweeper")
+class Sweep:
+    """The sweep that the job of Hydra's configuration belongs to, or none.
+
+    ``tried``: a sweeper asks for the job's objective: any but Hydra's own, which runs what the command line lists.
+    """
+
+    def __init__(self) -> None:
+        self._hydra = HydraConfig.get()
+        self._runs_many = self._hydra.mode == RunMode.MULTIRUN
+        self.tried = self._runs_many and not self._hydra.sweeper._target_.endswith(".BasicSweeper")
+
+    def prepare(self, config: dict[str, Any], run_dir: RunDir) -> None:
+        """States the objective that a sweeper takes by default, so that a run which has none is refused.
+
+        Raises:
+            ConfigError: as :func:`require_same_choice`.
+        """
+        if self.tried and config.get("objective") is None:
+            config["objective"] = DEFAULT
+        if self._runs_many and config.get("resume") == "auto":
+            require_same_choice(swept(as_typed(self._hydra.overrides.task), sys.argv[1:]), run_dir)
+
+    def objective(
+        self, config: Mapping[str, Any], evaluation: Mapping[str, float], run_dir: RunDir
+    ) -> float | list[float] | None:
+        """What the job that has run is to return to Hydra.
+
+        Raises:
+            NoObjectiveError: as :func:`objective_of`, and :func:`require_finite` where a sweeper compares it.
+        """
+        found = objective_of(config.get("objective"), evaluation, run_dir.metrics)
+        return require_finite(found, config["objective"]) if self.tried else found
 
 
 # What a run returns to a sweeper: its last ``eval_loss``, or the numbers that ``objective`` names.
 
 DEFAULT = "eval_loss"
-
-
-class NoObjectiveError(DistaccumError):
-    """A run has ended without the number that a sweeper is to be given."""
-
-
-def names_of(objective: Any) -> list[str]:
-    """The names of an objective, which is a name, several, or None."""
-    if objective is None:
-        return []
-    return [objective] if isinstance(objective, str) else list(objective)
 
 
 def check_of_records(name: str) -> None:
