@@ -212,7 +212,7 @@ SHOWN_BY = {
     ),
     "search of settings": ("distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded",),
     "models that come along": ("unit/train/test_experiments.py::test_an_experiment_is_a_whole_run_that_plans",),
-    "Keras models": ("unit/models/test_keras.py::test_the_weights_are_those_of_kerass_own_mean_over_the_whole_batch",),
+    "Keras models": ("tools/test_keras.py::test_the_weights_are_those_of_kerass_own_mean_over_the_whole_batch",),
     "fine-tuning with adapters or quantized weights": (
         "distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone",
     ),
