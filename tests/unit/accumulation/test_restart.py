@@ -44,7 +44,6 @@ class Line(nn.Module):
 
 
 def squares(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The sum of squared errors."""
     return (model(batch[0]) - batch[1]).square().sum()
 
 
@@ -59,7 +58,6 @@ class Full(SGD):
 def accumulator(
     world: World, model: Line, *, samples: int = 2 * WINDOW, optimizer: type[SGD] = SGD
 ) -> tuple[Accumulator, DataSpec]:
-    """With data of its own."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 3, generator=generator), torch.randn(samples, generator=generator)
     acc = Accumulator(

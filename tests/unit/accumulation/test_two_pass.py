@@ -53,12 +53,10 @@ def accumulator(world: World, model: nn.Module, loss: Any, *, micro: int = 5, **
 
 
 def flat(model: nn.Module) -> Tensor:
-    """The weights, one after the other."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def set_flat(model: nn.Module, weights: Tensor) -> None:
-    """Puts them back."""
     parameters = list(model.parameters())
     with torch.no_grad():
         for parameter, part in zip(parameters, weights.split([p.numel() for p in parameters]), strict=True):
@@ -291,8 +289,6 @@ def test_windows_that_are_run_in_parts(gloo_world: World) -> None:
 
 
 class Seen(compared.Contrast):
-    """Notes what it is called with, and in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -351,8 +347,6 @@ def test_the_loss_scale_of_fp16_is_taken_off() -> None:
 
 
 class Learned(compared.Contrast):
-    """With a bias of its own in the comparison."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.ones(3))
@@ -362,8 +356,6 @@ class Learned(compared.Contrast):
 
 
 class Draws(compared.Contrast):
-    """From NumPy's generator."""
-
     def __call__(self, representations: Any) -> Tensor:
         return super().__call__(representations) * float(np.random.rand())  # noqa: NPY002
 

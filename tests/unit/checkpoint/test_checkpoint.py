@@ -29,8 +29,6 @@ from distaccum.errors import CheckpointError
 
 
 class Tied(nn.Module):
-    """Two names for one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)

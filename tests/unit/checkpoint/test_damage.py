@@ -155,8 +155,6 @@ def test_what_is_only_named_like_one(good: Path, caplog: pytest.LogCaptureFixtur
 
 
 class Canary:
-    """Makes a folder where it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -20,8 +20,6 @@ REQUIRED = {Cluster: {"micro_step_ms": 1.0}}
 
 
 class Field(NamedTuple):
-    """A field of a dataclass, and its key."""
-
     schema: type
     name: str
     hint: Any

@@ -144,8 +144,6 @@ def test_what_is_no_dataset_is_refused() -> None:
 
 
 class Recorded:
-    """Samples that are their own index."""
-
     def __len__(self) -> int:
         return 10
 

@@ -311,7 +311,6 @@ class Held:
 
 
 def flat(batch: Any) -> list[Any]:
-    """All values of a batch, in order."""
     if isinstance(batch, Tensor | np.ndarray):
         return list(batch.tolist())
     if isinstance(batch, dict | UserDict):

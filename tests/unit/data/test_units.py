@@ -56,7 +56,6 @@ PLANS: dict[str, UnitPlan] = {
 
 
 def on(plan: Any, world_size: int) -> Any:
-    """The same plan on another number of ranks."""
     if isinstance(plan, UnitPlan | MicroTokenPlan | GroupedPlan):
         return replace(plan, plan=on(plan.plan, world_size))
     return replace(plan, world_size=world_size)

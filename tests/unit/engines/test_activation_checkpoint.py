@@ -95,8 +95,6 @@ def test_what_may_be_written_has_the_same_gradient_and_forward_comes_back(
 
 
 class Layers(nn.Module):
-    """Two blocks, and what comes after them."""
-
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(2))
@@ -179,8 +177,6 @@ def test_matrix_products_are_kept_and_their_forms_in_place_are_not(name: str) ->
 
 
 class Calls(TorchDispatchMode):
-    """The operators that run, by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -191,13 +187,10 @@ class Calls(TorchDispatchMode):
 
     @property
     def attention(self) -> list[str]:
-        """Those of attention's forward."""
         return [name for name in self.names if "attention" in name and "backward" not in name]
 
 
 class Attention(nn.Module):
-    """Two heads, by one kernel."""
-
     def __init__(self, head_width: int, kernel: SDPBackend) -> None:
         super().__init__()
         self.width, self.kernel = head_width, kernel

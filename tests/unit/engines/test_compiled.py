@@ -57,8 +57,6 @@ class Net(nn.Module):
 
 
 class Loss:
-    """Of both outputs, or of the first alone."""
-
     def __init__(self, outputs: int = 2) -> None:
         self._outputs = outputs
 
@@ -407,7 +405,6 @@ def _labels(*shape: int) -> Tensor:
 
 
 def _losses() -> dict[str, Any]:
-    """A loss, the shape of its logits, and a batch."""
     torch.manual_seed(0)
     labels, weights = _labels(4, 6), torch.rand(4)
     whole = {"labels": labels, "weights": weights}

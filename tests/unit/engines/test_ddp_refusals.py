@@ -56,8 +56,6 @@ class Branches(nn.Module):
 
 
 class Plain(Branches):
-    """Uses everything."""
-
     def forward(self, x: Tensor) -> Any:
         return self.head(self.second(self.first(x).tanh()).tanh())
 
@@ -222,8 +220,6 @@ def test_a_layer_frozen_after_wrapping_is_refused() -> None:
 
 
 class Checkpointed(Plain):
-    """One block twice, both times in a checkpoint."""
-
     reentrant = True
 
     def forward(self, x: Tensor) -> Any:
@@ -368,8 +364,6 @@ def _train_after(acc: Accumulator, boundary: Callable[[Tensor], object]) -> Weig
 
 
 class Breaks(torch.autograd.Function):
-    """Raises in the backward, where it is told to."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, breaks: list[bool]) -> Tensor:
         ctx.breaks = breaks

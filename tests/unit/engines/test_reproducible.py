@@ -161,8 +161,6 @@ def test_streams_have_no_units(world: World) -> None:
 
 
 class Counting(nn.Module):
-    """Has a buffer that every forward moves."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
@@ -190,8 +188,6 @@ class Hiding(Counting):
 
 
 class Remembering(nn.Module):
-    """Adds to its output what it has seen before."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.before = nn.Linear(3, 1), 0.0
@@ -203,8 +199,6 @@ class Remembering(nn.Module):
 
 
 class Generating(nn.Module):
-    """Draws from a generator of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.generator = nn.Linear(3, 1), torch.Generator().manual_seed(0)
@@ -252,8 +246,6 @@ class OwnNoise:
 
 
 class GlobalNoise(OwnNoise):
-    """Of the global generators."""
-
     def __getitem__(self, i: int) -> Tensor:
         return torch.full((3,), i + random.random()) + torch.randn(3) + float(np.random.standard_normal())  # noqa: NPY002, S311
 
@@ -339,8 +331,6 @@ def test_helpers_and_an_accumulator_compute_the_same_bits(world: World) -> None:
 
 
 class Sum:
-    """Of squares."""
-
     def count(self, batch: Tensor) -> int:
         return len(batch)
 

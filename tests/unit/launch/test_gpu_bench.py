@@ -33,7 +33,6 @@ MACHINE = {
 
 
 def _of(folder: Path) -> dict[str, Any]:
-    """The measurements of the report, by name."""
     content = json.loads((folder / "report.json").read_text())
     return {f"{one['part']} {one['name']}": one for one in content["measurements"]}
 

@@ -37,8 +37,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Notes the type of what each part gives."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -65,7 +63,6 @@ def _placed(module: nn.Module, policy: PrecisionPolicy) -> nn.Module:
 
 
 def _assert_same_gradients(net: nn.Module, reference: nn.Module) -> None:
-    """Bit by bit, in fp32, of each parameter."""
     for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
@@ -574,7 +571,6 @@ def test_parameters_in_a_list_are_not_what_a_glob_can_name() -> None:
 
 
 def _uncalled(model: nn.Module, policy: PrecisionPolicy, *args: Any) -> list[str]:
-    """What one forward warns of."""
     with warnings.catch_warnings(record=True) as caught, policy.autocast(CPU):
         warnings.simplefilter("always")
         model(*args)

@@ -245,8 +245,6 @@ def test_a_checkpoint_without_facts_is_taken(gloo_world: Any, tmp_path: Path) ->
 
 def test_samples_are_told_apart_and_random_ones_tell_nothing() -> None:
     class Cropped:
-        """Draws from the global generators."""
-
         def __len__(self) -> int:
             return 5
 

@@ -112,8 +112,6 @@ def _open(worker: int) -> None:
 
 
 class Sums:
-    """The columns of a batch as three losses."""
-
     def count(self, batch: Tensor) -> dict[str, float]:
         return dict.fromkeys(("worker", "opened", "protected"), float(len(batch)))
 
@@ -338,7 +336,6 @@ class Roomy(CrossEntropy):
         self.most, self.coupled = most, coupled
 
     def scores(self, model: Any, batch: Any) -> Any:
-        """As its parent's."""
         if len(batch[0]) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         found = dict(super().scores(model, batch))
@@ -358,11 +355,9 @@ class NeverAlone:
     """Takes two samples, no more and no less."""
 
     def count(self, batch: Any) -> int:
-        """The samples."""
         return len(batch[0])
 
     def __call__(self, model: Any, batch: Any) -> Tensor:
-        """The cross entropy."""
         inputs, labels = batch
         if model.training or len(inputs) == 2:
             return nn.functional.cross_entropy(model(inputs), labels, reduction="sum")

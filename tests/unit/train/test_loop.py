@@ -45,8 +45,6 @@ class Ignored:
 
 
 class Collected(Logger):
-    """A logger that keeps the records."""
-
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
 
@@ -109,8 +107,6 @@ def _run(make_components: Callable[[], TrainingComponents], folder: Path) -> Run
 
 
 class Told(Part):
-    """A part that notes what it is told."""
-
     def __init__(self, name: str, calls: list[str]) -> None:
         self._name, self._calls = name, calls
 
@@ -140,8 +136,6 @@ def test_parts_are_called_in_their_order(gloo_world: World, tmp_path: Path) -> N
 
 
 class Faulty(Ignored):
-    """One sample is not finite."""
-
     def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
         image, label = super().__getitem__(index)
         return (image * float("nan") if index == 0 else image), label

@@ -27,14 +27,11 @@ def samples(number: int) -> list[Any]:
 
 
 class Stream(IterableDataset[Any]):
-    """Each sample once."""
-
     def __iter__(self) -> Any:
         return iter(samples(40))
 
 
 def trained(folder: Path, model: nn.Module, data: Any) -> dict[str, Any]:
-    """The plan of a run."""
     config = settings((8, "auto"), {"max_steps": 2, "eval_every": 0, "verify": "never"})
     Trainer(model, CrossEntropy(), DataSpec(train=data, eval_dataset=None), config=config, run_dir=folder).fit()
     found: dict[str, Any] = json.loads((folder / "plan.json").read_text())

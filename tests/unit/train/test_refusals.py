@@ -285,8 +285,6 @@ def test_a_callback_that_sets_the_rate_is_told_how(gloo_world: World, tmp_path: 
 
 
 class Halves(Callback):
-    """Halves the rate at every evaluation."""
-
     evaluations = 0
 
     @property

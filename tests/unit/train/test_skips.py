@@ -23,8 +23,6 @@ BAD = (9, 20, 21)  # samples
 
 
 class Square:
-    """Of the model's output."""
-
     def count(self, batch: Tensor) -> int:
         return len(batch)
 
@@ -34,8 +32,6 @@ class Square:
 
 
 class Seen(Callback):
-    """What it was called for."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
 

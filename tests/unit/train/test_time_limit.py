@@ -9,8 +9,6 @@ from distaccum.train.saving import SaveClock
 
 
 class Clock:
-    """Seconds, moved by hand."""
-
     def __init__(self) -> None:
         self.seconds = 1000.0
 

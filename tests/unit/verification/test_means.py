@@ -38,11 +38,9 @@ class Forward:
         self.mask = self.labels != -100
 
     def ce(self, **options: Any) -> Tensor:
-        """Of the tokens."""
         return F.cross_entropy(self.logits.flatten(0, 1), self.of_tokens, **options)
 
     def ce1(self, **options: Any) -> Tensor:
-        """Of the samples."""
         return F.cross_entropy(self.first, self.of_samples, **options)
 
     def mse(self, **options: Any) -> Tensor:
@@ -54,8 +52,6 @@ class Forward:
 
 
 class Doubled(torch.autograd.Function):
-    """Of a user's own."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return 2 * x
@@ -221,8 +217,6 @@ def test_what_is_wrong_is_refused_before_a_weight_moves(gloo_world: World, name:
 
 
 class OfFunction:
-    """A program as a loss function."""
-
     def __init__(self, program: Program) -> None:
         self._program = program
 

@@ -44,7 +44,6 @@ class Net(nn.Module):
 
 
 def squares(model: Any, batch: Batch) -> Tensor:
-    """The sum of squared errors."""
     found: Tensor = (model(batch["x"]) - batch["y"]).square().sum()
     return found
 
@@ -127,8 +126,6 @@ def _one_by_one(model: Any, batch: Batch) -> Tensor:
 
 
 class _Carries:
-    """A loss that what came before goes into."""
-
     last: Any = 0.0
 
     def __call__(self, model: Any, batch: Batch) -> Tensor:
@@ -209,7 +206,6 @@ class Tagger(nn.Module):
 
 
 def samples() -> list[Batch]:
-    """Of different lengths."""
     generator = torch.Generator().manual_seed(0)
     lengths = (3, 3, 6, 2, 5, 4, 6, 1)
     return [
@@ -244,8 +240,6 @@ def per_sample(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Given:
-    """A loss of two functions."""
-
     def __init__(self, total: Callable[..., Any], count: Callable[[Batch], Any]) -> None:
         self.total, self.count = total, count
 
