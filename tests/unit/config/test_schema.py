@@ -388,6 +388,9 @@ def test_what_it_does_not_take(batch: dict[str, Any], message: str) -> None:
         BatchConfig(micro_tokens=9, micro_size="many")
 
 
+REPRODUCIBLE: dict[str, Any] = {"numerics": "reproducible"}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -397,6 +400,22 @@ def test_what_it_does_not_take(batch: dict[str, Any], message: str) -> None:
         ({"trainer": {"on_spike": "rollback"}, "checkpoint": {"every": 0}}, "checkpoint.every=0 saves nothing to roll"),
         ({"checkpoint": {"every_minutes": 0}}, "checkpoint.every_minutes=0"),
         ({"checkpoint": {"every_minutes": "soon"}}, "checkpoint.every_minutes"),
+        ({"trainer": {"prefetch_windows": -1}}, "trainer.prefetch_windows=-1: must be at least 0"),
+        ({"trainer": {"loader": {"prefetch_factor": 0}}}, "trainer.loader.prefetch_factor=0: must be at least 1"),
+        ({"trainer": {"loader": {"timeout": 0}}}, "trainer.loader.timeout=0"),
+        ({"trainer": {"loader": {"multiprocessing_context": "thread"}}}, "no such choice. Use one of fork"),
+        ({"trainer": {"loader": {"pin_memory": "no way"}}}, "trainer.loader.pin_memory"),
+        ({"trainer": {"loader": {"prefetch": 2}}}, "trainer.loader.prefetch"),
+        ({"trainer": {"threads": 0}}, "trainer.threads=0"),
+        ({"batch": {"unit_size": 4}}, "batch.unit_size=4: and numerics=fast knows no units"),
+        ({"numerics": "exact"}, "numerics=exact: no such choice"),
+        (REPRODUCIBLE | {"batch": {"micro_size": "auto"}}, "batch.micro_size=auto: is found by rate"),
+        (REPRODUCIBLE | {"batch": {"micro_tokens": "auto"}}, "batch.micro_tokens=auto: is found by"),
+        (REPRODUCIBLE | {"batch": {"unit_size": 4, "micro_size": 8}}, "and batch.micro_size=8"),
+        (REPRODUCIBLE | {"batch": {"unit_size": 0}}, "batch.unit_size=0"),
+        ({"batch": {"virtual_ranks": 0}}, "batch.virtual_ranks=0"),
+        ({"metrics": {"peak_tflops": 0}}, "metrics.peak_tflops=0.0: must be a positive finite number"),
+        ({"deterministic": "often"}, "deterministic"),
         ({"checkpoint": {"every": True}}, "checkpoint.every=True: is no interval"),
         ({"trainer": {"eval_every": "epochs"}}, "trainer.eval_every=epochs: is no interval. Give a whole number"),
         ({"callbacks": {"_target_": "own.Stop", "loss": 1}}, "callbacks._target_=own.Stop: has no name. Put a name"),

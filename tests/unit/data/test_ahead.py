@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from distaccum import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.factory import as_loader, build_loader, check_workers, loading_options, make_plan
@@ -280,23 +279,6 @@ def test_what_would_not_be_heard_is_refused(data: Any, workers: int, options: di
     source = to_data_spec(data)
     with pytest.raises(ConfigError, match=said):
         check_workers(source, make_plan(source, world_size=1, **SIZES), workers, options)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"prefetch_windows": -1}, "trainer.prefetch_windows=-1: must be at least 0"),
-        ({"loader": {"prefetch_factor": 0}}, "trainer.loader.prefetch_factor=0: must be at least 1"),
-        ({"loader": {"timeout": 0}}, "trainer.loader.timeout=0"),
-        ({"loader": {"multiprocessing_context": "thread"}}, "no such choice. Use one of fork"),
-        ({"loader": {"pin_memory": "no way"}}, "trainer.loader.pin_memory"),
-        ({"loader": {"prefetch": 2}}, "trainer.loader.prefetch"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        RunConfig.from_dict({"trainer": settings})
-    assert said in str(error.value)
 
 
 class Device:

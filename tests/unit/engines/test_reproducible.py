@@ -21,7 +21,6 @@ from distaccum.config.batch import BatchConfig
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import RunConfig
 from distaccum.data.counter import GlobalCounter
 from distaccum.data.window import MicroBatch
 from distaccum.distributed.world import World
@@ -117,25 +116,6 @@ def test_a_model_that_is_compiled_already_is_refused() -> None:
 def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
     with pytest.raises(ConfigError, match="Muon"):
         Reproducible().check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"batch": {"unit_size": 4}}, "batch.unit_size=4: and numerics=fast knows no units"),
-        ({"numerics": "exact"}, "numerics=exact: no such choice"),
-        ({"numerics": "reproducible", "batch": {"micro_size": "auto"}}, "batch.micro_size=auto: is found by rate"),
-        ({"numerics": "reproducible", "batch": {"micro_tokens": "auto"}}, "batch.micro_tokens=auto: is found by"),
-        ({"numerics": "reproducible", "batch": {"unit_size": 4, "micro_size": 8}}, "and batch.micro_size=8"),
-        ({"numerics": "reproducible", "batch": {"unit_size": 0}}, "batch.unit_size=0"),
-        ({"batch": {"virtual_ranks": 0}}, "batch.virtual_ranks=0"),
-        ({"trainer": {"threads": 0}}, "trainer.threads=0"),
-    ],
-)
-def test_bad_settings(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        RunConfig.from_dict(values)
-    assert message in str(raised.value)
 
 
 def test_a_unit_is_a_micro_batch() -> None:

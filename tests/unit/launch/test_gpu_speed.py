@@ -251,25 +251,16 @@ def test_loops_are_timed_in_turn_and_no_longer_than_stated() -> None:
 @pytest.mark.slow
 @OF_TORCH
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "boundary" else pytest.mark.heavy) for name in speed.MEASUREMENTS],
-)
-def test_a_measurement_of_speed_runs_in_small(name: str) -> None:
-    _check(speed.MEASUREMENTS[name](SMALL))
-
-
-@pytest.mark.slow
-@OF_TORCH
-@pytest.mark.parametrize(
-    "name",
+    ("part", "name"),
     [
-        pytest.param(name, marks=() if name.endswith("none") else pytest.mark.heavy)
-        for name in size.MEASUREMENTS
+        pytest.param(part, name, marks=() if name == "boundary" or name.endswith("none") else pytest.mark.heavy)
+        for part in (speed, size)
+        for name in part.MEASUREMENTS
         if not name.startswith("memory")
     ],
 )
-def test_a_measurement_of_size_runs_in_small(name: str) -> None:
-    _check(size.MEASUREMENTS[name](SMALL))
+def test_a_measurement_runs_in_small(part: Any, name: str) -> None:
+    _check(part.MEASUREMENTS[name](SMALL))
 
 
 def _check(figures: list[Figure]) -> None:

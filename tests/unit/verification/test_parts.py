@@ -71,6 +71,7 @@ SUMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "plain": lambda _, x: x,
     "dropout": lambda net, x: F.dropout(x, 0.5, training=net.training),
     "noise": lambda _, x: x + torch.randn_like(x),
+    "numbers of numpy": lambda _, x: x * float(np.random.random()),  # noqa: NPY002
     "random depth": lambda net, x: x if torch.rand(()) < 0.3 else net.more(x),
     "order": lambda _, x: x[torch.randperm(len(x))],
     "lstm with dropout": lambda net, x: net.lstm(_rows_of(net, x))[0][:, -1],
@@ -82,10 +83,6 @@ SUMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", SUMS)
 def test_what_treats_each_sample_by_itself_adds_up(name: str, gloo_world: World) -> None:
     assert look(gloo_world, Net(SUMS[name])) == ""
-
-
-def test_numbers_of_numpy_are_drawn_alike(gloo_world: World) -> None:
-    assert look(gloo_world, Net(lambda _, x: x * float(np.random.random()))) == ""  # noqa: NPY002
 
 
 class _Clipped(torch.autograd.Function):
