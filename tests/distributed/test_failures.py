@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, run, status, succeed
+from tests.support.commands import NO_TEXT, ROOT, run, status, succeed
 
 SETTINGS = (
     "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
+    *NO_TEXT,
     "batch.global_size=4",
     "batch.micro_size=1",
     "trainer.max_steps=40",

@@ -15,7 +15,7 @@ import pytest
 from distaccum.distributed.watchdog import DIED, trouble_of
 from distaccum.tools.stragglers import WINDOWS
 from tests.support import commands
-from tests.support.commands import GOES_WRONG, ROOT, environment, family, metrics, status
+from tests.support.commands import GOES_WRONG, ROOT, environment, family, logged, metrics, status, until
 
 pytestmark = pytest.mark.slow
 LOCAL = ROOT / "launch" / "local.py"
@@ -39,11 +39,8 @@ class Run:
 
     def await_records(self, number: int) -> list[int]:
         """The launcher and its workers, once so many windows are logged."""
-        file, deadline = self.run_dir / "metrics.jsonl", time.monotonic() + 100
-        while not (file.exists() and len(metrics(self.run_dir)) >= number):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+        until(lambda: logged(self.run_dir) >= number or self.process.poll() is not None, told=self.log.read_text)
+        assert self.process.poll() is None, self.log.read_text()
         self._seen |= set(family(self.process.pid))
         return [self.process.pid, *sorted(self.workers())]
 
@@ -58,9 +55,7 @@ class Run:
                 self._seen |= set(family(self.process.pid))
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.1)
-            while left := [pid for pid in self._seen - {self.process.pid} if trouble_of(pid) != DIED]:
-                assert time.monotonic() < deadline + 10, left
-                time.sleep(0.05)
+            until(lambda: all(trouble_of(pid) == DIED for pid in self._seen - {self.process.pid}), 10)
         finally:
             for pid in self._seen | {self.process.pid}:
                 if trouble_of(pid) != DIED:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, Case, cases, chosen_cases
 from tests.support.answers import answer
-from tests.support.commands import ROOT, metrics, run, status, succeed
+from tests.support.commands import NO_TEXT, ROOT, metrics, run, status, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -219,9 +219,7 @@ def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row
 
 SPOILED_RUN = (
     "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
+    *NO_TEXT,
     "data._target_=tests.support.faulty_datasets.OneSampleIsNaN",
     "batch.global_size=8",
     "batch.micro_size=2",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.distributed.watchdog import DIED, trouble_of
-from tests.support.commands import ROOT, environment, family, metrics, run, status, succeed
+from tests.support.commands import ROOT, environment, family, metrics, run, status, succeed, until
 from tests.support.phases import PHASES, SETTINGS
 
 pytestmark = pytest.mark.slow
@@ -153,10 +153,7 @@ def test_told_to_leave_while_it_starts_nothing_is_left(tmp_path: Path, after: fl
     pids = family(process.pid)
     os.kill(process.pid, number)
     _, told = process.communicate(timeout=45)
-    deadline = time.monotonic() + 10
-    while left := [pid for pid in pids if trouble_of(pid) != DIED]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    until(lambda: all(trouble_of(pid) == DIED for pid in pids), 10)
     assert len(told.splitlines()) <= 5
     assert "Traceback" not in told
     if (tmp_path / "run" / "status.json").exists():

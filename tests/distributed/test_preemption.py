@@ -14,8 +14,21 @@ from typing import Any
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.support import wide
-from tests.support.commands import ROOT, TINY, TRAIN, command, environment, family, metrics, status, succeed
+from tests.support.commands import (
+    ROOT,
+    TINY,
+    TRAIN,
+    command,
+    environment,
+    family,
+    logged,
+    metrics,
+    status,
+    succeed,
+    until,
+)
 
 SETTINGS = (
     *TINY,
@@ -40,7 +53,7 @@ class Started:
     def __init__(self, run_dir: Path, *arguments: object, world: int, **extra: str) -> None:
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".out")
-        self._found = len(metrics(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+        self._found = logged(run_dir)
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
@@ -51,13 +64,9 @@ class Started:
 
     def await_records(self, number: int) -> None:
         """Waits until so many are logged, and one of this process's own."""
-        file = self.run_dir / "metrics.jsonl"
         number = max(number, self._found + 1)
-        deadline = time.monotonic() + 120
-        while not (file.exists() and len(file.read_text().splitlines()) >= number):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: logged(self.run_dir) >= number or self.process.poll() is not None, pause_s=0.002)
+        assert self.process.poll() is None, self.log.read_text()
 
     def family(self) -> list[int]:
         """The launcher, its workers, and what they have started."""
@@ -67,21 +76,14 @@ class Started:
         """Waits until all these processes are gone; returns the first one's exit code."""
         deadline = time.monotonic() + GONE_S
         try:
-            while left := [pid for pid in pids if self.process.poll() is None or _runs(pid)]:
+            while left := [pid for pid in pids if self.process.poll() is None or trouble_of(pid) != DIED]:
                 assert time.monotonic() < deadline, f"still there: {left}\n{self.log.read_text()}"
                 time.sleep(0.05)
         finally:
             for pid in pids:
-                if _runs(pid):
+                if trouble_of(pid) != DIED:
                     os.kill(pid, signal.SIGKILL)
         return self.process.wait()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _exact(run_dir: Path) -> list[list[Any]]:

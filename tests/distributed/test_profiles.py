@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from distaccum.tools.profiling import ROWS
-from tests.support.commands import ROOT, TINY, metrics, status, succeed
+from tests.support.commands import NO_TEXT, ROOT, TINY, metrics, status, succeed
 
 pytestmark = pytest.mark.slow
 SETTINGS = (*TINY, "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl", "checkpoint.every=0")
@@ -45,9 +45,7 @@ class Slow:
 OWN_DATA = (
     "model=cnn",
     "model.channels=2",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
+    *NO_TEXT,
     f"data._target_={__name__}.Slow",
     "model.classes=3",
     "batch.global_size=8",

@@ -15,14 +15,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, TRAIN, command, environment, family, metrics, run, status, succeed
+from tests.support.commands import (
+    IMAGES,
+    ROOT,
+    TRAIN,
+    command,
+    environment,
+    family,
+    in_memory,
+    logged,
+    metrics,
+    run,
+    status,
+    succeed,
+    until,
+)
 
 SETTINGS = (
-    "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.deaths.Images",
+    *IMAGES,
     "+callbacks.dies._target_=tests.support.deaths.Dies",
     "batch.global_size=4",
     "batch.micro_size=1",
@@ -39,46 +49,26 @@ def _run(folder: Path, *more: str, **options: object) -> subprocess.CompletedPro
     return run(*SETTINGS, *more, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), **options)  # type: ignore[arg-type]
 
 
-def _launch(folder: Path, *more: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """By ``launch/local.py``, on two ranks."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "local.py"), *SETTINGS, *more, f"hydra.run.dir={folder}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2", **extra),
-    )
-
-
-def _start(folder: Path, *more: str) -> subprocess.Popen[str]:
+def _start(folder: Path, *more: str, **extra: str) -> subprocess.Popen[str]:
     """By ``launch/local.py``, on two ranks."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "launch" / "local.py"), *SETTINGS, *more, f"hydra.run.dir={folder}"],
-        env=environment(PYTHONPATH=str(ROOT), NPROC="2"),
+        env=environment(PYTHONPATH=str(ROOT), NPROC="2", **extra),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def _await(holds: Callable[[], object], pause_s: float = 0.05, within_s: float = 120) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(pause_s)
-
-
 def _await_records(folder: Path) -> None:
     """Until a few windows are logged."""
-    file = folder / "metrics.jsonl"
-    _await(lambda: file.exists() and file.read_bytes().count(b"\n") > 3)
+    until(lambda: logged(folder) > 3)
 
 
 def _await_ranks(folder: Path, pause_s: float = 0.05) -> list[int]:
     """The processes of two ranks, once they have noted who they are."""
     files = [folder / ".ranks" / f"rank-{rank}.json" for rank in range(2)]
-    _await(lambda: all(file.exists() and file.read_bytes().strip() for file in files), pause_s)
+    until(lambda: all(file.exists() and file.read_bytes().strip() for file in files), pause_s=pause_s)
     return [json.loads(file.read_bytes())["pid"] for file in files]
 
 
@@ -218,14 +208,15 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
 def test_the_status_names_a_rank_that_died_in_silence(
     tmp_path: Path, rank: str, how: str, said: str, says: Callable[[str], None]
 ) -> None:
-    finished = _launch(tmp_path, HOW=how, WHO=rank)
-    assert finished.returncode == 1
+    process = _start(tmp_path, HOW=how, WHO=rank)
+    _, said_there = process.communicate(timeout=120)
+    assert process.returncode == 1
     found = status(tmp_path)
     assert found["state"] == "failed"
     assert found["reason"].startswith(f"rank {rank} {said}")
     assert " while training (process " in found["reason"]
-    says(finished.stderr)
-    told = finished.stderr.splitlines()
+    says(said_there)
+    told = said_there.splitlines()
     assert len(told) <= ON_A_SCREEN
     assert any(line.startswith(f"distaccum: the run failed: rank {rank} {said}") for line in told)
     assert f"distaccum: to go on: the same command with resume=auto hydra.run.dir={tmp_path}" in told
@@ -242,7 +233,7 @@ def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path
     ranks = _ranks(process.pid)
     os.kill(ranks[0], signal.SIGSTOP)
     os.kill(ranks[1], signal.SIGKILL)
-    _await(lambda: _is_gone(ranks[1]), 0.02, within_s=20)
+    until(lambda: _is_gone(ranks[1]), 20)
     os.kill(ranks[0], signal.SIGCONT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -304,7 +295,7 @@ def test_a_rank_does_not_wait_for_one_that_was_killed_before_the_group(tmp_path:
         text=True,
     )
     first, second = _await_ranks(run_dir)
-    _await(lambda: _watches(second, first))  # how a process ended is not to be seen once its launcher has waited for it
+    until(lambda: _watches(second, first))  # how a process ended is not to be seen once its launcher has waited for it
     began = time.monotonic()
     os.kill(first, signal.SIGKILL)
     told = process.communicate(timeout=60)[1]
@@ -332,7 +323,7 @@ def _watches(pid: int, other: int) -> bool:
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = _start(tmp_path / "run")
-    _await(lambda: 1 in _ranks(process.pid), 0)
+    until(lambda: 1 in _ranks(process.pid), pause_s=0)
     os.kill(_ranks(process.pid)[1], signal.SIGKILL)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 1
@@ -358,7 +349,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
             os.kill(pid, signal.SIGCONT if already else signal.SIGSTOP)  # before its interpreter runs
         return len(ranks) == 2
 
-    _await(two_are_held, 0)
+    until(two_are_held, pause_s=0)
     time.sleep(0.5 if already else 0)
     process.kill()
     for pid in ranks:
@@ -366,7 +357,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
             os.kill(pid, signal.SIGCONT)
     told = process.communicate(timeout=60)[1]
     assert not told  # and no rank looks for it
-    _await(lambda: all(map(_is_gone, ranks)), within_s=20)
+    until(lambda: all(map(_is_gone, ranks)), 20)
     assert not (tmp_path / "run" / "status.json").exists()
 
 
@@ -377,7 +368,7 @@ def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path
     first, second = _await_ranks(tmp_path, 0.001)
     os.kill(first, signal.SIGSTOP)
     os.kill(second, signal.SIGKILL)
-    _await(lambda: _is_gone(second), 0.01)
+    until(lambda: _is_gone(second))
     os.kill(first, signal.SIGCONT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 1
@@ -447,13 +438,8 @@ def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of a few kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], check=False)  # noqa: S607
-    if mounted.returncode:
-        pytest.skip("may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+    with in_memory(tmp_path / "disk", "200k") as folder:
+        yield folder
 
 
 @pytest.mark.slow

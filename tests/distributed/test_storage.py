@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
 from tests.support import failing_io
-from tests.support.commands import ROOT, TRAIN, environment, metrics, run, status, succeed
+from tests.support.commands import IMAGES, ROOT, TRAIN, environment, in_memory, metrics, run, status, succeed
 from tests.support.failing_io import ALWAYS
 from tests.support.forked import Forks
 
@@ -173,11 +174,7 @@ def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: C
 
 
 SETTINGS = (
-    "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.deaths.Images",
+    *IMAGES,
     "+callbacks.fails._target_=tests.support.failing_io.FailsToWrite",
     "batch.global_size=4",
     "batch.micro_size=1",
@@ -189,6 +186,13 @@ SETTINGS = (
     "checkpoint.background=false",  # in which a failure ends the run at once
     "resume=auto",
 )
+
+
+def _run(forks: Forks, library: Path, *more: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """On two ranks, whose file system is the library's."""
+    variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **extra)
+    arguments = [str(TRAIN), *SETTINGS, *more]
+    return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
 
 
 @pytest.mark.slow
@@ -207,11 +211,7 @@ def test_a_disk_that_is_full_for_one(
     tmp_path: Path, library: Path, forks: Forks, case: tuple[str, ...], says: Callable[[str], None]
 ) -> None:
     who, where, kept, file = case
-
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more)
-        arguments = [str(TRAIN), *SETTINGS, f"hydra.run.dir={tmp_path}"]
-        return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
+    run = partial(_run, forks, library, f"hydra.run.dir={tmp_path}")
 
     finished = run(WHO=who, WHERE=where)
     assert finished.returncode == 1
@@ -243,12 +243,7 @@ def test_a_disk_that_is_full_for_a_rank_that_saves_in_the_background(
 ) -> None:
     """One save that fails is told and the run goes on; two in a row end it on all ranks, with that rank's reason."""
     engine, who, where, newest = case
-
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        variables = environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more)
-        arguments = [str(TRAIN), *SETTINGS, f"engine={engine}", f"hydra.run.dir={tmp_path}"]
-        arguments.append("checkpoint.background=true")
-        return forks.run(arguments, world=2, warm="distaccum", cwd=None, environment=variables, timeout=100)
+    run = partial(_run, forks, library, f"hydra.run.dir={tmp_path}", f"engine={engine}", "checkpoint.background=true")
 
     # Just before the save of step 4 begins: that of step 2, in the background, has written all by then.
     finished, ends = run(WHO=who, WHERE=where, SINCE="4"), newest == "step-2"
@@ -273,12 +268,8 @@ def test_a_disk_that_is_full_for_a_rank_that_saves_in_the_background(
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system that can be made read-only."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder)], check=False).returncode:  # noqa: S607
-        pytest.skip("may not mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)  # noqa: S607
+    with in_memory(tmp_path / "disk") as folder:
+        yield folder
 
 
 @pytest.mark.slow

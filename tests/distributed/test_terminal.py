@@ -17,7 +17,7 @@ import pytest
 
 from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.distributed.workers.screen import WORDS
-from tests.support.commands import ROOT, TINY, TRAIN, command, environment, family, metrics, status
+from tests.support.commands import ROOT, TINY, TRAIN, command, environment, family, logged, metrics, status, until
 from tests.support.terminal import Tmux
 
 pytestmark = pytest.mark.slow
@@ -51,10 +51,12 @@ class Terminal:
             for number in (signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             os.execvpe(arguments[0], arguments, environment(NPROC="2", PYTHONPATH=str(ROOT)))  # noqa: S606
-        deadline = time.monotonic() + 100
-        while not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < 3:
-            assert time.monotonic() < deadline, self.read()
+
+        def begins() -> bool:
             self.read()
+            return logged(run_dir) >= 3
+
+        until(begins, told=self.read)
         self._family = set(family(self.pid))
         self._said = b""
 
@@ -83,9 +85,7 @@ class Terminal:
                     self.read()
                 ended, state = os.waitpid(self.pid, os.WNOHANG)
                 time.sleep(0.02)
-            while left := [pid for pid in self._family if trouble_of(pid) != DIED]:
-                assert time.monotonic() < deadline + 10, left
-                time.sleep(0.05)
+            until(lambda: all(trouble_of(pid) == DIED for pid in self._family), 10)
         finally:
             for pid in self._family:
                 if trouble_of(pid) != DIED:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import wide
-from tests.support.commands import ROOT, TINY, TRAIN, environment, family, metrics, status, succeed
+from tests.support.commands import (
+    ROOT,
+    TINY,
+    TRAIN,
+    environment,
+    family,
+    free_port,
+    logged,
+    metrics,
+    status,
+    succeed,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -53,13 +63,6 @@ def _agent(log: Path, run_dir: Path, *options: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=file, stderr=subprocess.STDOUT)
 
 
-def _await_records(run_dir: Path, number: int) -> None:
-    deadline, file = time.monotonic() + 120, run_dir / "metrics.jsonl"
-    while not (file.exists() and len(file.read_text().splitlines()) >= number):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def _kill(pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -68,7 +71,7 @@ def _kill(pids: list[int]) -> None:
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     run_dir = tmp_path / "run"
     agent = _agent(tmp_path / "out", run_dir, "--standalone", "--max-restarts=1", "--nproc-per-node=2")
-    _await_records(run_dir, 25)
+    until(lambda: logged(run_dir) >= 25, pause_s=0.005)
     _kill(family(agent.pid)[1:2])
     assert agent.wait(120) == 0, (tmp_path / "out").read_text()
     assert status(run_dir) == {"state": "done", "step": 60, "reason": ""}
@@ -81,17 +84,14 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, whole: list[di
 def test_the_ranks_that_are_left_go_on_with_the_same_global_batch(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     """Two agents, of which one is killed with its worker."""
     run_dir, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
-    options.append(f"--rdzv-endpoint=127.0.0.1:{port}")
+    options.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     first, second = (
         _agent(log, run_dir, *options, f"--rdzv-conf=is_host={host},last_call_timeout=10")
         for log, host in zip(logs, ("true", "false"), strict=True)
     )
     try:
-        _await_records(run_dir, 25)
+        until(lambda: logged(run_dir) >= 25, pause_s=0.005)
         _kill(family(second.pid))
         assert first.wait(200) == 0, logs[0].read_text()
     finally:

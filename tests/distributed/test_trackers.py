@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from tests.distributed.test_wandb import IMAGES, _config_of, _history, _protos, _summary
+from tests.distributed.test_wandb import DYING, _are, _config_of, _history, _protos, _summary, _upload
 from tests.support.commands import ROOT, metrics, run, succeed
 
 TIMES = {"samples_per_s", "tokens_per_s", "step_time_s", "data_wait_s", "memory_bytes"}  # of a window that is repeated
@@ -29,6 +29,11 @@ def _numbers(records: list[dict[str, Any]], *, but: set[str] = frozenset()) -> d
     return found
 
 
+@pytest.mark.fault(
+    "kill -9 after steps that no checkpoint has, with W&B",
+    group="services",
+    does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
+)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: Path) -> None:
@@ -39,7 +44,7 @@ def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: 
     client = MlflowClient(uri)
     experiment = client.create_experiment("distaccum", artifact_location=str(tmp_path / "artifacts"))
     arguments = [
-        *IMAGES,
+        *DYING,
         "checkpoint.every=2",
         "checkpoint.background=false",
         "resume=auto",
@@ -54,11 +59,15 @@ def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: 
     killed = run(*arguments, HOW="kill", AT="6", AWAIT=begun, **extra, timeout=150)
     assert killed.returncode == -9
     assert [record["step"] for record in metrics(folder)] == [1, 2, 3, 4, 5]
+    (first,) = folder.glob("wandb/offline-run-*")
     time.sleep(1.1)  # W&B names an offline folder by the second
     finished = succeed(*arguments, "trainer.max_steps=8", **extra)
     assert "logger" not in finished.stderr
+    assert "Weights & Biases" not in finished.stderr, finished.stderr  # it has opened
     expected = metrics(folder)
     assert [record["step"] for record in expected] == [1, 2, 3, 4, 5, 6, 7, 8]
+    superseded = (folder / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [5]
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     shown = {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": name for name in _numbers(expected)}
@@ -84,9 +93,12 @@ def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: 
     ).read_bytes() == own
     assert not list((folder / "mlflow-checkpoints").glob("step-*"))
 
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    (file,) = folder.glob("wandb/offline-run-*/*.wandb")  # what `wandb sync` finds
     rows, _, run_id = _history(file)
-    assert [{key: row[key] for key in record} for row, record in zip(rows, expected, strict=True)] == expected
+    assert first.name.endswith(run_id)
+    assert [path.parent.name for path in folder.glob("wandb/superseded/*/*.wandb")] == [first.name]
+    _are(rows, expected)
+    _are(_upload(folder), expected)
     assert mlflow.data.tags["distaccum.run_id"] == run_id
 
     notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
@@ -111,7 +123,7 @@ def test_a_server_of_mlflow_that_refuses_costs_seconds(tmp_path: Path, says: Cal
     given = ["metrics=jsonl", "metrics.mlflow.enabled=true"]
     folder, began = tmp_path / "run", time.monotonic()
     nobody = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
-    finished = run(*IMAGES, *given, f"hydra.run.dir={folder}", **nobody, timeout=150)
+    finished = run(*DYING, *given, f"hydra.run.dir={folder}", **nobody, timeout=150)
     assert finished.returncode == 0, finished.stderr
     assert time.monotonic() - began < 60  # a bound on hanging (a request alone is tried for minutes), not a timing
     refused, left = finished.stderr.splitlines()
@@ -128,7 +140,7 @@ def test_a_run_of_a_sweeps_agent_is_that_sweeps(tmp_path: Path) -> None:
     variables = {"WANDB_SWEEP_ID": "sweep1", "WANDB_RUN_ID": "agents1", "WANDB_SWEEP_PARAM_PATH": str(settings)}
     folder = tmp_path / "run"
     given = ["trainer.max_steps=2", "optim.lr=0.25", f"hydra.run.dir={folder}"]
-    succeed(*IMAGES, *given, WANDB_MODE="offline", PYTHONPATH=str(ROOT), **variables)
+    succeed(*DYING, *given, WANDB_MODE="offline", PYTHONPATH=str(ROOT), **variables)
     (file,) = folder.glob("wandb/offline-run-*-agents1/*.wandb")
     (record,) = (r.run for r in _protos(file) if r.WhichOneof("record_type") == "run")
     assert isinstance(record, wandb_internal_pb2.RunRecord)

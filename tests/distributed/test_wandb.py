@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2
 
-from tests.support.commands import ROOT, TINY, environment, metrics, run, succeed
+from tests.support.commands import IMAGES, ROOT, TINY, environment, in_memory, metrics, run, succeed
 
 SETTINGS = (
     *TINY,
@@ -187,46 +187,12 @@ def _are(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
     assert [row["_step"] for row in rows] == [record["window"] for record in records]
 
 
-IMAGES = (
-    "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
-    "data._target_=tests.support.deaths.Images",
+DYING = (
+    *IMAGES,
     "+callbacks.dies._target_=tests.support.deaths.Dies",
     *(setting for setting in SETTINGS if not setting.startswith(("data.", "model.", "schedule"))),
     "schedule=constant",
 )
-
-
-@pytest.mark.fault(
-    "kill -9 after steps that no checkpoint has, with W&B",
-    group="services",
-    does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
-)
-@pytest.mark.slow
-def test_a_resumed_run_is_one_wandb_run_with_each_step_once(tmp_path: Path) -> None:
-    arguments = [*IMAGES, "checkpoint.every=2", "checkpoint.background=false", "resume=auto"]
-    arguments.append(f"hydra.run.dir={tmp_path}")
-    begun = str(tmp_path / "wandb" / "latest-run" / "*.wandb")
-    killed = run(*arguments, HOW="kill", AT="6", AWAIT=begun, PYTHONPATH=str(ROOT), timeout=100)
-    assert killed.returncode == -9
-    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    (first,) = tmp_path.glob("wandb/offline-run-*")
-    time.sleep(1.1)  # W&B names an offline folder by the second
-    resumed = succeed(*arguments, "trainer.max_steps=8", PYTHONPATH=str(ROOT))
-    assert "Weights & Biases" not in resumed.stderr, resumed.stderr  # it has opened
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")  # what `wandb sync` finds
-    rows, _, run_id = _history(file)
-    assert first.name.endswith(run_id)
-    assert [path.parent for path in tmp_path.glob("wandb/superseded/*/*.wandb")] == [
-        tmp_path / "wandb" / "superseded" / first.name
-    ]
-    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8]
-    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in superseded] == [5]
-    _are(rows, metrics(tmp_path))
-    _are(_upload(tmp_path), metrics(tmp_path))
 
 
 class _Server:
@@ -327,7 +293,7 @@ def test_a_key_that_is_missing_or_bad_is_refused(
 def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:
-    arguments = [*IMAGES, "resume=auto", f"hydra.run.dir={tmp_path}"]
+    arguments = [*DYING, "resume=auto", f"hydra.run.dir={tmp_path}"]
     finished = run(*arguments, "trainer.max_steps=12", HOW="core", PYTHONPATH=str(ROOT), timeout=100)
     assert finished.returncode == 0, finished.stderr
     (said,) = finished.stderr.splitlines()
@@ -352,17 +318,12 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.heavy), "after"])
 def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:
     """Before W&B has begun, and after."""
-    folder = tmp_path / "wandb"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=False)  # noqa: S607
-    if mounted.returncode:
-        pytest.skip("may not mount a tmpfs")
-    extra = {"AWAIT": str(folder / "latest-run" / "*.wandb")} if when == "after" else {"AT": "1"}
-    if when == "before":
-        (folder / "big").write_bytes(bytes(2**21 - 2**16))
-    try:
+    with in_memory(tmp_path / "wandb", "2m") as folder:
+        extra = {"AWAIT": str(folder / "latest-run" / "*.wandb")} if when == "after" else {"AT": "1"}
+        if when == "before":
+            (folder / "big").write_bytes(bytes(2**21 - 2**16))
         arguments = [
-            *IMAGES,
+            *DYING,
             f"hydra.run.dir={tmp_path}",
             "resume=auto",
             "trainer.max_steps=100",
@@ -375,8 +336,6 @@ def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Call
         assert said in finished.stderr
         assert finished.stderr.count("Weights & Biases") <= 2
         assert len(finished.stderr.splitlines()) <= 4  # torch says of these images that they give no gradient
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 101))
     _are(_upload(tmp_path), metrics(tmp_path))
 

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.parametrize("world", [2, 4], scope=
 
 @pytest.fixture(scope="module")
 def launched(world: int) -> Any:
-    """What the worker found."""
     return answer("zero1", world=world, timeout=200)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,10 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from distaccum.distributed.watchdog import trouble_of
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, environment, free_port, until
 
 _AGENT = Path(__file__).with_name("workers") / "elastic_agent.py"
 _KILLED = "was killed by SIGKILL"
-
-
-def _await(condition: Callable[[], Any], within_s: float = 30) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"waited {within_s:.0f} s"
-        time.sleep(0.005)
-    return found
 
 
 def _hears() -> None:
@@ -45,7 +36,6 @@ class Job:
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, **extra: str) -> subprocess.Popen[str]:
-        """Starts an agent."""
         variables = environment(STANDIN=str(self.folder), PYTHONPATH=str(ROOT), **extra)
         command = [sys.executable, str(_AGENT), *arguments]
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": _hears}
@@ -55,7 +45,7 @@ class Job:
 
     def member(self, name: str) -> dict[str, Any]:
         """A stand-in that has come."""
-        _await((self.folder / name).exists)
+        until((self.folder / name).exists, 30)
         found: dict[str, Any] = json.loads((self.folder / name).read_text())
         return found
 
@@ -116,7 +106,7 @@ def test_a_worker_that_is_killed_is_told_and_followed_and_the_job_ends_by_the_ke
     assert json.loads(keys.get("view/0")) == {"generation": 0, "members": ["0.0.1", "0.1.1"]}
     began = time.monotonic()
     os.kill(killed["pid"], signal.SIGKILL)
-    _await(lambda: keys.add("words", 0), 5)
+    until(lambda: keys.add("words", 0), 5)
     print(f"told after {(time.monotonic() - began) * 1000:.1f} ms")
     assert _words(keys) == {"0.1.1": _KILLED}
 
@@ -146,7 +136,7 @@ def test_without_a_next_life_the_place_stays_empty_and_the_last_end_is_that_of_t
     agent = job.start("--nproc=2", "elastic.rejoin=false")
     keys = job.keys()
     os.kill(job.member("0.1.1")["pid"], signal.SIGKILL)
-    _await(lambda: keys.add("words", 0))
+    until(lambda: keys.add("words", 0))
     time.sleep(1)
     assert agent.poll() is None
     assert not (job.folder / "0.1.2").exists()
@@ -182,7 +172,7 @@ def test_a_place_whose_workers_never_last_is_given_up(job: Job) -> None:
         job.member(f"0.1.{life}")
         job.end(f"0.1.{life}", 1)
     keys = job.keys()
-    _await(lambda: keys.add("words", 0) == 3)
+    until(lambda: keys.add("words", 0) == 3)
     time.sleep(1)
     assert not (job.folder / "0.1.4").exists()
     keys.set("ended", "0")
@@ -212,7 +202,7 @@ def test_told_to_leave_the_workers_do_and_nobody_follows(job: Job, number: signa
     _, error = agent.communicate(timeout=30)
     assert (agent.returncode, error) == (0, "")
     assert [(job.folder / f"0.{local}.1.told").read_text() for local in (0, 1)] == [number.name] * 2
-    _await(lambda: not job.store_pids(), 10)
+    until(lambda: not job.store_pids(), 10)
 
 
 def test_who_does_not_leave_in_time_is_killed(job: Job) -> None:
@@ -227,10 +217,7 @@ def test_who_does_not_leave_in_time_is_killed(job: Job) -> None:
 @pytest.mark.heavy
 def test_two_nodes_of_which_one_is_lost_and_comes_back(job: Job) -> None:
     """Node 0, whose agent has started the store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = ("--nproc=1", "--nnodes=2", f"--rdzv=127.0.0.1:{port}")
+    meeting = ("--nproc=1", "--nnodes=2", f"--rdzv=127.0.0.1:{free_port()}")
     second = job.start(*meeting, "--node-rank=1")
     first = job.start(*meeting, "--node-rank=0")
     keys, lost = job.keys("1.0.1"), job.member("0.0.1")
@@ -245,16 +232,16 @@ def test_two_nodes_of_which_one_is_lost_and_comes_back(job: Job) -> None:
     assert "--nnodes x --nproc=2 x 2: the job has 2 nodes of 1 processes" in error
 
     first.kill()
-    _await(lambda: _is_gone(lost["pid"]), 5)
+    until(lambda: _is_gone(lost["pid"]), 5)
     began = time.monotonic()
-    _await(lambda: keys.add("words", 0))
+    until(lambda: keys.add("words", 0))
     print(f"told after {time.monotonic() - began:.1f} s")
     assert _words(keys) == {"0.0.1": "is on node 0, whose agent has been silent for 10 s"}
 
     back = job.start(*meeting, "--node-rank=0")
     assert job.member("0.0.2")["variables"]["RANK"] == "0"
     back.kill()
-    _await(lambda: _is_gone(job.member("0.0.2")["pid"]), 5)
+    until(lambda: _is_gone(job.member("0.0.2")["pid"]), 5)
     again = job.start(*meeting, "--node-rank=0")
     job.member("0.0.3")  # before the lease of the one before it is over
     assert _words(keys)["0.0.2"] == "has died with its agent"
@@ -271,8 +258,6 @@ def test_two_nodes_of_which_one_is_lost_and_comes_back(job: Job) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("-m", "seed=1,2"), "-m: an elastic job is one run, and no sweep"),
-        (("--nproc=x",), "--nproc=x: not a number of processes"),
         (("--nnodes=2", "--node-rank=2", "--rdzv=n:1"), "--node-rank=2: not one of 2 nodes"),
         (("--nproc=2", "elastic.min_ranks=3"), "elastic.min_ranks=3: the job starts with 2 ranks, and could not go on"),
     ],

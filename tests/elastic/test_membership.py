@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distaccum.elastic.group.membership import ExpelledError, Membership, TooFewMembersError
 from distaccum.elastic.group.polled_group import ViewChangedError, leave_default
 from distaccum.elastic.group.views import NEWCOMER, Report, View
+from tests.support.commands import until
 from tests.support.members import Members, Notes, members
 
 FOUR = ("0.0.0", "0.1.0", "1.0.0", "1.1.0")
@@ -79,11 +80,11 @@ def _await_view(started: Members, names: Sequence[str], generation: int, expecte
 
 def _await_first(started: Members, name: str, told: Mapping[str, Any]) -> Mapping[str, Any]:
     """A member's first sum of which its note says this."""
-    deadline = time.monotonic() + 30
-    while not (found := [e for e in started.notes(name).of("first") if told.items() <= e.items()]):
-        assert time.monotonic() < deadline, started.notes(name).read()[-4:]
-        time.sleep(0.002)
-    return found[0]
+    notes = started.notes(name)
+    first: Mapping[str, Any] = until(
+        lambda: next((e for e in notes.of("first") if told.items() <= e.items()), None), 30, told=notes.read
+    )
+    return first
 
 
 @pytest.mark.parametrize("dead", [(1,), (0, 3), (0, 1, 2)])
@@ -93,12 +94,13 @@ def test_members_that_die_at_once_are_left_out(tmp_path: Path, dead: tuple[int, 
         time.sleep(0.2)
         left = [name for i, name in enumerate(FOUR) if i not in dead]
         killed = [started.signal(FOUR[i]) for i in dead][-1]
-        deadline = time.monotonic() + 30
-        while not all(
-            (found := started.notes(name).of("first")) and found[-1]["members"] == list(left) for name in left
-        ):
-            assert time.monotonic() < deadline, {name: started.notes(name).read()[-4:] for name in left}
-            time.sleep(0.005)
+        until(
+            lambda: all(
+                (found := started.notes(name).of("first")) and found[-1]["members"] == list(left) for name in left
+            ),
+            30,
+            told=lambda: {name: started.notes(name).read()[-4:] for name in left},
+        )
         at = max(started.notes(name).of("first")[-1]["at"] for name in left)
         print(f"{len(dead)} of 4 killed: the others go on after {1000 * (at - killed):.0f} ms")
         views = [[(each["members"], each["positions"]) for each in started.notes(name).of("view")] for name in left]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 
+from tests.distributed.workers.engine_overflow import CASES
 from tests.mutants.gradient import Mutant, survivors
 from tests.support.commands import ROOT
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "scaling.py"
+WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
 TOLERANCE = 1e-6  # of fp32 weights; without a mutant it is their last digit
 MUTANTS = (
     Mutant(
@@ -90,7 +91,7 @@ MUTANTS = (
 
 def main() -> int:
     """Of scaling and skipping."""
-    return survivors(MUTANTS, WORKER, (), TOLERANCE)
+    return survivors(MUTANTS, WORKER, CASES[:1], TOLERANCE)
 
 
 if __name__ == "__main__":

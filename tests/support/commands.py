@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ TINY = (  # a model and a text so small that a window takes milliseconds
     "model.n_embd=16",
     "schedule.warmup_steps=2",
 )
+NO_TEXT = ("~data.seq_len", "~data.held_out", "~data.vocab_size")  # for data that have no such settings
+IMAGES = ("model=cnn", *NO_TEXT, "data._target_=tests.support.deaths.Images")
 GOES_WRONG = (  # data that fail at a sample, or wait, as data.how says
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
+    *NO_TEXT,
     "data._target_=tests.support.faulty_datasets.GoesWrong",
     "batch.global_size=4",
     "batch.micro_size=1",
@@ -108,12 +109,8 @@ def kill_when(run_dir: Path, records: int, *arguments: object, world: int) -> No
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 120
-        file = run_dir / "metrics.jsonl"
-        while not (file.exists() and len(file.read_text().splitlines()) >= records):
-            assert process.poll() is None, "the run ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: logged(run_dir) >= records or process.poll() is not None, pause_s=0.005)
+        assert process.poll() is None, "the run ended before it was killed"
     finally:
         for pid in family(process.pid):
             with suppress(ProcessLookupError):
@@ -129,6 +126,45 @@ def family(pid: int) -> list[int]:
     for one in found:
         found += [child for child, parent in parents if parent == one]
     return found
+
+
+@contextmanager
+def in_memory(folder: Path, size: str = "50%") -> Iterator[Path]:
+    """A real file system of this size there; skips where none may be mounted."""
+    import pytest  # noqa: PLC0415  workers import this module
+
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("may not mount a tmpfs")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607
+
+
+def until(
+    holds: Callable[[], Any], within_s: float = 120, pause_s: float = 0.02, told: Callable[[], object] = str
+) -> Any:
+    """What ``holds`` returns, once that is true; fails after so long, with what is ``told`` then."""
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(pause_s)
+    return found
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def logged(run_dir: Path) -> int:
+    """The records that there are."""
+    file = run_dir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

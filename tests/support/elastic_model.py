@@ -637,11 +637,9 @@ class Model:
     # For people
 
     def say(self, move: Move) -> str:
-        """A move in words."""
         return f"{self.names[move[1]]} {move[0]}"
 
     def show(self, world: World) -> str:
-        """A world in words."""
         return "; ".join(
             f"{name} {_ABOUT[member.about]} in {member.generation} at {member.position}"
             for name, member in zip(self.names, world.members, strict=True)

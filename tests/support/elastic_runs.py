@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.support.commands import ROOT, environment, metrics, run, status
+from tests.support.commands import ROOT, environment, logged, metrics, run, status
 
 Fault = tuple[str, str, int, str]
 References = Callable[..., Path]
@@ -63,6 +63,14 @@ _TIMES = (
 def same(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, without what two runs need not share."""
     return [{key: value for key, value in one.items() if not key.endswith(_TIMES)} for one in metrics(run_dir)]
+
+
+def near(found: Path, expected: Path) -> None:
+    """Asserts that two runs have the same windows, and their losses to the last bits."""
+    ours, theirs = same(found), same(expected)
+    assert [one["window"] for one in ours] == [one["window"] for one in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert abs(mine["loss"] - other["loss"]) <= 1e-6 * abs(other["loss"]), (mine, other)
 
 
 def first_difference(found: Path, expected: Path) -> str:
@@ -122,7 +130,6 @@ class Job:
     agents: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *flags: str, faults: Sequence[Fault] = (), **extra: str) -> subprocess.Popen[str]:
-        """Starts an agent."""
         told = {"TEST_FAULTS": json.dumps(faults), "TEST_FOLDER": str(self.folder.parent)}
         number = len(self.agents)
         with self._log(number).open("w") as log:
@@ -172,8 +179,7 @@ class Job:
 
     def windows(self) -> int:
         """The records that are written by now."""
-        file = self.folder / "metrics.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
+        return logged(self.folder)
 
     def wait_for(self, condition: Callable[[], Any], within_s: float = 60) -> Any:
         """Until it holds, while the agents run."""

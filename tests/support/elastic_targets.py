@@ -176,7 +176,6 @@ class Net(nn.Module):
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, points: Tensor) -> Tensor:
-        """Logits."""
         is_nan = _FAULTS.at("forward" if self.training else "evaluation")
         logits: Tensor = self.head(self.layers(points))
         if logits.requires_grad:
@@ -191,18 +190,15 @@ class Told(Callback):
         self.updates = self.evaluations = 0
 
     def on_update(self, run: Run, outcome: Outcome) -> None:
-        """Counts."""
         _FAULTS.windows = run.progress.window
         _FAULTS.at("update")
         self.updates += 1
 
     def on_skip(self, run: Run, outcome: Outcome) -> None:
-        """Counts the window."""
         _FAULTS.windows = run.progress.window
         _FAULTS.at("skip")
 
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
-        """Counts."""
         _FAULTS.at("on_eval")
         self.evaluations += 1
 
@@ -215,9 +211,7 @@ class Told(Callback):
         _FAULTS.at("on_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
         return {"updates": self.updates, "evaluations": self.evaluations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the counts up."""
         self.updates, self.evaluations = state["updates"], state["evaluations"]

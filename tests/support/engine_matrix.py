@@ -104,7 +104,6 @@ class Cell:
 
 
 def every_cell() -> list[Cell]:
-    """The whole matrix."""
     points = [point for point in product(*AXES.values()) if not has_no_masters(*point)]
     return [Cell(world=world, **dict(zip(AXES, values, strict=True))) for world in WORLDS for values in points]
 
@@ -134,13 +133,8 @@ def covering_set(
         return set(combinations(enumerate(point), 2))
 
     points = [point for point in product(*axes.values()) if not left_out(*point)]
-    wanted = set().union(*map(pairs, points))
-    chosen = []
-    while wanted:
-        best = max(points, key=lambda point: len(pairs(point) & wanted))
-        chosen.append(Cell(world=2, **fixed, **dict(zip(axes, best, strict=True))))
-        wanted -= pairs(best)
-    return chosen
+    chosen = matrix.covering(points, pairs)
+    return [Cell(world=2, **fixed, **dict(zip(axes, best, strict=True))) for best in chosen]
 
 
 class Block(nn.Module):

@@ -97,7 +97,6 @@ class Forks:
             return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
     def close(self) -> None:
-        """Ends the servers."""
         for server in self._servers.values():
             server.communicate()
 

@@ -6,10 +6,10 @@ The truth shares nothing with distaccum's planning, windows, engines or updates;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 Batch = Mapping[str, Tensor]
+Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Cell:
 
 
 def every_cell() -> list[Cell]:
-    """The whole matrix."""
     return [Cell(*values) for values in product(*AXES.values())]
 
 
@@ -57,11 +57,15 @@ def covering_set() -> list[Cell]:
     def pairs(cell: Cell) -> set[Any]:
         return set(combinations(vars(cell).items(), 2))
 
-    cells = every_cell()
-    wanted = set().union(*map(pairs, cells))
+    return covering(every_cell(), pairs)
+
+
+def covering(points: Sequence[Point], pairs: Callable[[Point], set[Any]]) -> list[Point]:
+    """The points that together have all pairs, greedily."""
+    wanted = set().union(*map(pairs, points))
     chosen = []
     while wanted:
-        best = max(cells, key=lambda cell: len(pairs(cell) & wanted))
+        best = max(points, key=lambda point: len(pairs(point) & wanted))
         chosen.append(best)
         wanted -= pairs(best)
     return chosen

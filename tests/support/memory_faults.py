@@ -63,7 +63,6 @@ class Net(nn.Module):
 
 
 def squares(model: Any, batch: Batch) -> Tensor:
-    """The sum of squared errors."""
     return (model(batch["x"], batch["chosen"])[:, 0] - batch["y"]).square().sum()
 
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from distaccum.accumulation.step import Outcome
 from distaccum.data.spec import DataSpec
 from distaccum.train.callbacks import Callback, Run
+from tests.support.commands import NO_TEXT
 
 SETTINGS = (
     "model=cnn",
-    "~data.seq_len",
-    "~data.held_out",
-    "~data.vocab_size",
+    *NO_TEXT,
     "data._target_=tests.support.phases.data",
     "~model.channels",
     "model._target_=tests.support.phases.Net",
@@ -87,8 +86,6 @@ def data() -> DataSpec:
 
 
 class Net(nn.Module):
-    """One layer."""
-
     def __init__(self, **_: Any) -> None:
         super().__init__()
         happens("startup")

@@ -62,10 +62,10 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 class Block(nn.Module):
     """A residual one."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.narrow = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.narrow = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
@@ -87,12 +87,10 @@ class Net(nn.Module):
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
-    """The sum of squared errors."""
     return (model(batch["x"]) - batch["y"]).square().sum()
 
 
 def samples_of(batch: Batch) -> int:
-    """The samples of a batch."""
     return len(batch["x"])
 
 
@@ -211,7 +209,7 @@ def plain_loop(program: Program, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def error(found: Mapping[str, Tensor], truth: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
     """Of the change of all weights (and means of them) together, relative to the truth's, in the 2-norm."""
-    off = sum(float((found[name] - truth[name]).square().sum()) for name in truth)
+    off = sum(float((found[name].double() - truth[name]).square().sum()) for name in truth)
     moved = sum(float((truth[name] - before[name.removeprefix("mean.")]).square().sum()) for name in truth)
     return (off / moved) ** 0.5 if moved else (0.0 if off == 0.0 else float("inf"))
 
@@ -266,7 +264,6 @@ def gan_truth(dtype: torch.dtype, steps: int | None = None) -> dict[str, Tensor]
 
 
 def d_loss(d: nn.Module, g: nn.Module, batch: Batch) -> Tensor:
-    """The discriminator's loss."""
     with torch.no_grad():
         fake = g(batch["x"])
     return (F.softplus(-d(batch["twin"])) + F.softplus(d(fake))).sum()

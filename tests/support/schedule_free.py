@@ -29,7 +29,6 @@ class ScheduleFree(torch.optim.Optimizer):
         self.param_groups[0]["train_mode"] = True
 
     def eval(self) -> None:
-        """And back."""
         if self.param_groups[0]["train_mode"]:
             self._move(1 - 1 / self.param_groups[0]["beta"])
         self.param_groups[0]["train_mode"] = False

@@ -11,11 +11,12 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from tests.support.commands import until
 
 _END = "\x1b[77m"  # a style that there is not: what was written before it has been read
 _TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)", re.DOTALL)
@@ -159,10 +160,7 @@ class Tmux:
         self._ask("send-keys", key)
 
     def wait_for(self, there: Callable[[], bool], within_s: float = 100) -> None:
-        deadline = time.monotonic() + within_s
-        while not there():
-            assert time.monotonic() < deadline, "\n".join(self.lines)
-            time.sleep(0.05)
+        until(there, within_s, told=lambda: "\n".join(self.lines))
 
     def kill(self) -> None:
         self._ask("kill-server")

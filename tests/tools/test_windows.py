@@ -49,17 +49,18 @@ def _samples(size: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """The samples as a stream."""
-
     def __iter__(self) -> Any:
         return iter(_samples())
 
 
-def _fit(folder: Path, config: RunConfig, train: Any = None, **keywords: Any) -> Lines:
+def _model() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _fit(folder: Path, config: RunConfig, train: Any = None, loss: CrossEntropy | None = None) -> Lines:
     data = DataSpec(train=_samples() if train is None else train)
-    Trainer(model, CrossEntropy(), data, config=config, run_dir=folder, **keywords).fit()
+    Trainer(_model(), loss or CrossEntropy(), data, config=config, run_dir=folder).fit()
     return _lines(folder)
 
 
@@ -83,8 +84,6 @@ def test_the_digest_of_ids_tells_sets_apart_and_adds_up() -> None:
 
 
 class Named(NamedTuple):
-    """A batch with names."""
-
     x: Tensor
     rest: Any
 
@@ -141,9 +140,7 @@ def test_a_line_has_what_the_records_and_plain_torch_have(gloo_world: World, tmp
     for first in (0, 3):
         assert sum(line["ids"] for line in lines[first : first + 3]) % 2**40 == ids_digest(range(12))
     # The first window's gradient, by plain torch.
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    samples, window = _samples(), lines[0]
+    model, samples, window = _model(), _samples(), lines[0]
     chosen = next(c for c in combinations(range(12), 5) if ids_digest(c) == window["ids"])
     x, y = (torch.stack(parts) for parts in zip(*[samples[i] for i in chosen], strict=True))
     loss = nn.functional.cross_entropy(model(x), y)
@@ -175,11 +172,8 @@ def test_a_forward_that_changes_its_batch_is_not_taken_for_the_data(gloo_world: 
             batch[0].add_(1.0)
             return super().__call__(model, batch)
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    Trainer(model, InPlace(), DataSpec(train=_samples()), config=_config(), run_dir=tmp_path / "in_place").fit()
-    expected = [line["contents"] for line in _fit(tmp_path / "run", _config())]
-    assert [line["contents"] for line in _lines(tmp_path / "in_place")] == expected
+    found, expected = (_fit(tmp_path / name, _config(), loss=loss) for name, loss in (("a", InPlace()), ("b", None)))
+    assert [line["contents"] for line in found] == [line["contents"] for line in expected]
 
 
 def test_a_line_is_written_when_the_next_window_has_run(

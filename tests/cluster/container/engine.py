@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.container import host
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, until
 
 TOOLS = ("buildah", "debootstrap", "unshare")
 SUITE = "bookworm"
@@ -170,11 +170,7 @@ class Container:
     def first_process(self) -> int:
         """The PID, here, of its process 1."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        deadline = time.monotonic() + 10
-        while not (found := children.read_text().split()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return int(found[0])
+        return int(until(lambda: children.read_text().split(), 10)[0])
 
     def stop(self, timeout: float) -> tuple[int, float]:
         """``docker stop``: SIGTERM to process 1. The exit code, and the seconds it took."""
@@ -190,10 +186,6 @@ class Container:
         if self.process.poll() is None:
             os.kill(self.first_process(), signal.SIGKILL)  # the kernel ends the rest of the namespace with it
             self.process.wait()
-
-    def await_text(self, text: str, timeout: float) -> None:
-        """Waits until it has written ``text``."""
-        self.await_that(lambda: text in self.printed(), timeout)
 
     def await_that(self, holds: Callable[[], bool], timeout: float) -> None:
         """Waits until ``holds()``; raises if the container ends first, or after ``timeout`` seconds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, TINY, environment, run, status
+from tests.support.commands import NO_TEXT, ROOT, TINY, environment, logged, run, status, until
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +34,8 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.heavy
 def test_a_container_that_is_stopped_says_that_it_was_preempted(tmp_path: Path) -> None:
     process = _start(tmp_path, "trainer.max_steps=100000", "trainer.log_every=1", "trainer.eval_every=0", "resume=auto")
-    deadline, records = time.monotonic() + 120, tmp_path / "runs" / "a" / "metrics.jsonl"
-    while not (records.exists() and records.read_text().count("\n") >= 3):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: logged(tmp_path / "runs" / "a") >= 3 or process.poll() is not None)
+    assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 75, printed
@@ -56,11 +53,8 @@ def test_another_jobs_preemption_on_the_volume_is_not_its_own(tmp_path: Path) ->
     """Another container saves and leaves while this one runs: both exited with 75, and the done one was run again."""
     process = _start(tmp_path, "trainer.max_steps=4", "trainer.log_every=1", "trainer.eval_every=0")
     other, records = tmp_path / "runs" / "other", tmp_path / "runs" / "a" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not records.exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: records.exists() or process.poll() is not None)
+    assert process.poll() is None
     other.mkdir()
     (other / "status.json").write_text('{"state": "preempted", "step": 3, "reason": "SIGTERM"}')
     printed, _ = process.communicate(timeout=120)
@@ -126,9 +120,7 @@ def test_a_root_that_is_read_only(tmp_path: Path) -> None:
 def test_pods_that_fail_again_and_again_are_not_started_for_ever(tmp_path: Path, says: Callable[[str], None]) -> None:
     settings = (
         "model=cnn",
-        "~data.seq_len",
-        "~data.held_out",
-        "~data.vocab_size",
+        *NO_TEXT,
         "data._target_=tests.support.faulty_datasets.GoesWrong",
         "+data.how=memory",
         "+data.at=13",

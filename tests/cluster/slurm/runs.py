@@ -42,12 +42,6 @@ def submit(
     return cluster.submit(*options, script, *overrides, **variables)
 
 
-def logged(run_dir: Path) -> int:
-    """How many updates the run has logged."""
-    file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
 def exact(run_dir: Path) -> list[list[Any]]:
     """What must not depend on interruptions, of every update."""
     return [[record.get(key) for key in _EXACT] for record in metrics(run_dir)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.slurm.cluster import Cluster
-from tests.cluster.slurm.runs import SETTINGS, STEPS, SWEEP, exact, logged, slow, submit
-from tests.support.commands import status
+from tests.cluster.slurm.runs import SETTINGS, STEPS, SWEEP, exact, slow, submit
+from tests.support.commands import logged, status
 
 pytestmark = pytest.mark.slow
 

@@ -9,16 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.cluster.slurm.cluster import Cluster
-from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logged, logs, slow, submit
-from tests.support.commands import ROOT, metrics, status, succeed
+from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logs, slow, submit
+from tests.support.commands import ROOT, logged, metrics, status, succeed, until
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +53,6 @@ def _keys(member: Path) -> PrefixStore:
     return PrefixStore(told["prefix"], TCPStore(*told["store"], is_master=False, wait_for_workers=False))
 
 
-def _await(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.heavy
 def test_it_goes_on_without_a_node_and_an_agent_that_is_killed_comes_back(
     cluster: Cluster, tmp_path: Path, stand_ins: dict[str, str]
@@ -83,7 +74,7 @@ def test_it_goes_on_without_a_node_and_an_agent_that_is_killed_comes_back(
     keys.set("view/1", json.dumps({"generation": 1, "members": ["0.0.1", "1.0.2"]}))
     cluster.kill_node(node)
     try:
-        _await(lambda: keys.add("words", 0) == 2)
+        until(lambda: keys.add("words", 0) == 2)
         word = {"member": "1.0.2", "how": "is on node 1, whose agent has been silent for 10 s"}
         assert json.loads(keys.get("word/2")) == word
         time.sleep(15)  # Slurm has found the node down

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
 from tests.cluster.slurm.cluster import Cluster
-from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logged, logs, slow, submit
-from tests.support.commands import ROOT, status, succeed
+from tests.cluster.slurm.runs import SETTINGS, STEPS, exact, logs, slow, submit
+from tests.support.commands import ROOT, logged, status, succeed, until
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +72,7 @@ def test_cancelled_it_is_gone_and_stays_so(cluster: Cluster, tmp_path: Path) -> 
     assert len(cluster.processes(job)) >= 5  # the script, and on each node torchrun and a worker
     cluster.scancel(job)
     assert cluster.wait(job, 10) == "CANCELLED"
-    deadline = time.monotonic() + 30
-    while left := cluster.processes(job):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    until(lambda: not cluster.processes(job), 30)
     assert cluster.state(job) == "CANCELLED"
     assert cluster.fields(job)["Restarts"] == "0"
     assert "requeued" not in cluster.output(job)

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.slurm.cluster import Cluster
-from tests.cluster.slurm.runs import SETTINGS, STEPS, logged, slow
-from tests.support.commands import TRAIN, metrics, status
+from tests.cluster.slurm.runs import SETTINGS, STEPS, slow
+from tests.support.commands import TRAIN, logged, metrics, status, until
 
 pytestmark = pytest.mark.slow
-
-
-def _await(condition: Callable[[], bool], timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout:.0f} s for {what}"
-        time.sleep(0.1)
 
 
 def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -32,10 +23,10 @@ def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cl
             [sys.executable, str(TRAIN), *arguments], env=cluster.environment(NPROC="1"), stdout=file, stderr=file
         )
     try:
-        _await(lambda: logged(sweep / "0") >= 5 or process.poll() is not None, 120, "the first run to begin")
+        until(lambda: logged(sweep / "0") >= 5 or process.poll() is not None)
         number = next((sweep / ".submitit").glob("*_0")).name
         cluster.scancel("--signal=USR2", number)  # what its time limit does, hydra.launcher.signal_delay_s before
-        _await(lambda: status(sweep / "0")["state"] != "running", 60, "it to save")
+        until(lambda: status(sweep / "0")["state"] != "running", 60)
         assert status(sweep / "0")["state"] == "preempted"
         step = status(sweep / "0")["step"]
         assert process.wait(240) == 0, log.read_text()

@@ -98,7 +98,6 @@ def run(name: str, world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
     world = World.join()
     found = {name: run(name, world) for name in sys.argv[2:]}
     give(found, world)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distaccum import audit
-from tests.support.audit_loops import FAULTS, RIGHT, Rig, count, loss_sum
+from tests.support.audit_loops import FAULTS, LOOPS, RIGHT, Rig, count, loss_sum, told
 
 
 def main() -> None:
@@ -27,22 +27,8 @@ def main() -> None:
             show=lambda report: None,
         ) as report:
             rig.record = report.record
-            expected.loop(rig)
-        found.append(
-            {
-                "right": report.right,
-                "text": str(report),
-                "findings": [
-                    {
-                        "right": finding.right,
-                        "causes": [cause.name for cause in finding.causes],
-                        "factor": finding.factor,
-                        "error": finding.error,
-                    }
-                    for finding in report.findings
-                ],
-            }
-        )
+            LOOPS[expected.loop](rig)
+        found.append(told(report))
         assert rig.plain.body[2].p == 0.5  # type: ignore[union-attr]
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -15,6 +15,7 @@ from distaccum.losses.cross_entropy import cross_entropy
 from launch.bench.exactness import STEPS, WINDOWS, make_micro_batches, make_model, ours
 from launch.bench.other_frameworks import FRAMEWORKS
 from tests.support.answers import give
+from tests.support.audit_loops import told
 
 
 def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -44,13 +45,7 @@ def main() -> None:
                     ours(world, micro_batches)
                 else:
                     FRAMEWORKS[name].run(make_model, micro_batches, STEPS)
-            (finding,) = report.findings
-            found[f"{name}, {window}"] = {
-                "right": finding.right,
-                "error": finding.error,
-                "causes": [cause.name for cause in finding.causes],
-                "text": str(report),
-            }
+            found[f"{name}, {window}"] = told(report)
     give(found, world)
 
 

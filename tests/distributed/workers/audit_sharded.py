@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distaccum import audit
-from tests.support.audit_loops import STEPS, TokenModel, count, loss_sum, mean, micro_batches, total
+from tests.support.audit_loops import STEPS, TokenModel, count, loss_sum, mean, micro_batches, tokens_of, told, total
 
 WINDOWS = 2
 
@@ -35,7 +35,7 @@ def _fsdp2(divide: bool) -> Any:
     def run() -> None:
         for at in range(0, len(batches), STEPS):
             window = batches[at : at + STEPS]
-            tokens = _tokens(window)
+            tokens = tokens_of(window)
             for i, batch in enumerate(window):
                 model.set_requires_gradient_sync(i == STEPS - 1)
                 logits = model(batch["input_ids"])
@@ -68,7 +68,7 @@ def _deepspeed(stage: int) -> Callable[[bool], Any]:
         def run() -> None:
             for at in range(0, len(batches), STEPS):
                 window = batches[at : at + STEPS]
-                tokens = _tokens(window)
+                tokens = tokens_of(window)
                 for batch in window:
                     logits = engine(batch["input_ids"])
                     loss = total(logits, batch["labels"]) * dist.get_world_size() * STEPS / tokens
@@ -85,12 +85,6 @@ def _model() -> nn.Module:
     return TokenModel()
 
 
-def _tokens(window: list[Any]) -> int:
-    number = torch.tensor(sum(map(count, window)))
-    dist.all_reduce(number)
-    return int(number)
-
-
 KINDS: dict[str, Callable[[bool], Any]] = {"fsdp2": _fsdp2}
 KINDS |= {f"deepspeed-{stage}": _deepspeed(stage) for stage in range(4)}
 
@@ -104,12 +98,7 @@ def main() -> None:
             model, batches, run = KINDS[name](divide)
             with audit(model, loss_sum=loss_sum, count=count, batches=batches, show=lambda report: None) as report:
                 run()
-            found[f"{name}, {'right' if divide else 'wrong'}"] = {
-                "right": report.right,
-                "errors": [finding.error for finding in report.findings],
-                "causes": [cause.name for cause in report.causes],
-                "text": str(report),
-            }
+            found[f"{name}, {'right' if divide else 'wrong'}"] = told(report)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -31,7 +31,6 @@ from distaccum.engines.factory import create_engine
 from distaccum.engines.state import whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.losses.normalize import normalize_loss
-from distaccum.precision.loss_scale import LossScale
 from tests.support.answers import give
 
 STAGES = (0, 1, 2, 3)
@@ -206,6 +205,12 @@ def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.whole_model().items()}
 
 
+def off(model: nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], rate: float, gradient: Any) -> float:
+    """How far what the weights have lost is from a gradient at this rate, relative."""
+    taken = flat([(before[name].double() - after[name].double()) / rate for name, _ in model.named_parameters()])
+    return float((taken - flat(gradient)).norm() / flat(gradient).norm())
+
+
 def one_window(
     world: World, stage: int, precision: str, shape: str, *, alike: bool = False, **zero: Any
 ) -> dict[str, float]:
@@ -221,12 +226,8 @@ def one_window(
         assert result.applied, (stage, precision, shape, number, result.grad_norm, result.nonfinite())
         if world.is_main:
             model, norm = truth(before, window)
-            taken = [
-                (before[n].double() - after[n].double()) / (LR if number < 2 else LR / 2)
-                for n, _ in model.named_parameters()
-            ]
-            expected = flat([p.grad for p in model.parameters()])  # type: ignore[misc]
-            worst = max(worst, float((flat(taken) - expected).norm() / expected.norm()))
+            expected = [p.grad for p in model.parameters()]
+            worst = max(worst, off(model, before, after, LR if number < 2 else LR / 2, expected))
             worst_norm = max(worst_norm, abs(float(result.grad_norm) / norm - 1))
             before = after
     return {"gradient": worst, "norm": worst_norm}
@@ -364,46 +365,7 @@ def accumulation(world: World) -> Any:
                 grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
                 for total, grad in zip(sums, grads, strict=True):
                     total.add_(0 if grad is None else grad.double() / world.size)
-            taken = flat([(before[n].double() - after[n].double()) / LR for n, _ in model.named_parameters()])
-            found[str(stage)] = float((taken - flat(sums)).norm() / flat(sums).norm())
-    return found
-
-
-PATTERN = "..XX.....XXXXX......"  # X: an overflow
-
-
-@part
-def overflow(world: World) -> Any:
-    """Planted overflows: which windows step, at which scale, and how exactly where the scale has just grown."""
-    found = {}
-    settings = ScalerConfig(
-        initial_scale_power=10, growth_interval=2, hysteresis=2, min_scale=2.0**8, max_scale=2.0**11
-    )
-    rule = LossScale.of(settings, "cpu")
-    expected: list[Any] = []
-    for kind in PATTERN:
-        expected.append([kind == ".", float(rule.current)])
-        rule.advance(torch.tensor(float(kind == "X")))
-    for stage in STAGES:
-        engine = wrap(world, stage, "fp16", lambda p: SGD(p, lr=LR), scaler=settings)
-        seen, worst, before = [], 0.0, weights_of(engine)
-        for number, kind in enumerate(PATTERN):
-            engine.set_lr_factor(0.25)
-            window = make_window("full", number, world.size, alike=stage == 3)
-            spoil = {(number % world.size, number % 3): 1e8} if kind == "X" else {}
-            result = train_on(engine, window, world, spoil=spoil)
-            seen.append([result.applied, result.loss_scale])
-            after = weights_of(engine)
-            if world.is_main and result.applied:
-                model, _ = truth(before, window)
-                taken = [(before[n].double() - after[n].double()) / (LR / 4) for n, _ in model.named_parameters()]
-                gradient = flat([p.grad for p in model.parameters()])  # type: ignore[misc]
-                worst = max(worst, float((flat(taken) - gradient).norm() / gradient.norm()))
-            assert result.applied or same(before, after)
-            before = after
-        found[str(stage)] = {"as the rule": seen == expected, "worst": worst, "seen": seen if seen != expected else []}
-        found[str(stage)]["floor"] = engine.facts.min_loss_scale
-        found[str(stage)]["scale after"] = engine.state().scaler["scale"] == float(rule.current)
+            found[str(stage)] = off(model, before, after, LR, sums)
     return found
 
 
@@ -573,10 +535,12 @@ def refusals(world: World) -> Any:
         engine.begin_window(1)
         engine.model.zero_grad()
 
+    floor = wrap(world, 2, "fp16", sgd, scaler=ScalerConfig(min_scale=2.0**8)).facts.min_loss_scale
     engine, model = wrap(world, 2, "fp32", sgd), Model()
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: False
     found = {
+        "floor": floor,
         "step": refusal(engine.model.step),  # type: ignore[operator]
         "backward": refusal(lambda: engine.model.backward(torch.ones(()))),  # type: ignore[operator]
         "optimizer": refusal(engine._optimizers[0].step),

@@ -55,7 +55,6 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 def main() -> None:
-    """See above."""
     world = World.join()
     torch.manual_seed(0)
     model, data = Model(torch.bfloat16), torch.randn(SAMPLES, 8)

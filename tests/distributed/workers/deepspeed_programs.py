@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.errors import ConfigError, MisuseError
+from tests.distributed.workers.edits import samples
 from tests.support.answers import give
+from tests.support.programs import error
 
 Batch = tuple[Tensor, Tensor, Tensor]  # numbers of samples, inputs, targets
 WINDOWS = 3
@@ -52,8 +54,6 @@ class Output:
 
 
 class InDataclass(Net):
-    """With another kind of output."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return Output(super().forward(*args, **kwargs))
 
@@ -74,8 +74,6 @@ class Odd(Net):
 
 
 class Sparse(Net):
-    """With sparse gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 4, sparse=True)
@@ -176,13 +174,6 @@ def abandon(acc: Accumulator, phase: str, window: int, now: str) -> None:
         raise LeftWindowError
 
 
-def samples() -> list[tuple[Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        (torch.tensor(i), torch.randn(4, generator=generator), torch.randn(3, generator=generator)) for i in range(40)
-    ]
-
-
 def run(program: Program, stage: int, world: World) -> tuple[float, float]:
     """The relative errors of the weights' change: DeepSpeed's, and that of plain torch in fp32 on whole batches."""
     torch.manual_seed(0)
@@ -218,7 +209,8 @@ def run(program: Program, stage: int, world: World) -> tuple[float, float]:
     every = world.all_gather_object(taken)
     follow(program, truth, every)
     follow(program, plain, every)
-    return error(acc.state_dict()["model"], truth, start), error(plain.state_dict(), truth, start)
+    exact = truth.state_dict()
+    return error(acc.state_dict()["model"], exact, start), error(plain.state_dict(), exact, start)
 
 
 def accumulator(model: nn.Module, program: Program, stage: int, world: World) -> Accumulator:
@@ -236,12 +228,12 @@ def accumulator(model: nn.Module, program: Program, stage: int, world: World) ->
 
 
 def loader(program: Program) -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=program.micro)  # type: ignore[arg-type]  # a list is a dataset
+    return DataLoader(samples(40), batch_size=program.micro)  # type: ignore[arg-type]  # a list is a dataset
 
 
 def follow(program: Program, truth: nn.Module, taken: list[list[list[int]]]) -> None:
     """Trains ``truth`` on the same windows, each as a whole."""
-    optimizer, known, dtype = program.optimizer(truth.parameters()), samples(), next(truth.parameters()).dtype
+    optimizer, known, dtype = program.optimizer(truth.parameters()), samples(40), next(truth.parameters()).dtype
     for k in range(WINDOWS):
         chosen = [known[i] for i in sorted(i for own in taken for i in own[k])]
         if not chosen:
@@ -250,12 +242,6 @@ def follow(program: Program, truth: nn.Module, taken: list[list[list[int]]]) -> 
         optimizer.zero_grad()
         (program.loss(truth, (numbers, x.to(dtype), y.to(dtype))) / len(chosen)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-
-
-def error(state: Mapping[str, Tensor], truth: nn.Module, start: Mapping[str, Tensor]) -> float:
-    wrong = sum(float((state[name].double() - value).square().sum()) for name, value in truth.state_dict().items())
-    moved = sum(float((value - start[name]).square().sum()) for name, value in truth.state_dict().items())
-    return float((wrong / moved) ** 0.5)
 
 
 def probe(acc: Any, _: object) -> None:

@@ -15,6 +15,7 @@ from distaccum.accumulation.step import run_window
 from distaccum.data.window import MicroBatch, Window
 from distaccum.engines.factory import create_engine
 from distaccum.tools.diagnose import diagnose
+from tests.support.accumulators import Loss
 from tests.support.answers import give
 
 # By case: the sample numbers of each rank's micro-batches.
@@ -30,16 +31,6 @@ def sample(number: int) -> Tensor:
     """Three features, one of them NaN in the spoiled sample."""
     features = torch.randn(3, generator=torch.Generator().manual_seed(number))
     return features.index_fill(0, torch.tensor([1]), torch.nan) if number == SPOILED else features
-
-
-class Loss:
-    """A sum of squares."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().sum()
 
 
 def window(case: str, rank: int) -> Window:

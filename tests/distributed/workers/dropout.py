@@ -54,7 +54,6 @@ def weights(acc: Accumulator) -> list[float]:
 
 
 def main() -> None:
-    """See the module."""
     world, found = World.join(), {}
     for name in sys.argv[2:]:
         engine = DeepSpeedConfig(stage=2) if name == "deepspeed" else engine_config(name)

@@ -26,6 +26,7 @@ from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.errors import ConfigError, MisuseError
 from tests.support.answers import give
+from tests.support.programs import error
 
 WINDOWS, SAMPLES, GLOBAL, MICRO = 4, 20, 5, 2
 Between = Callable[[Any, Any, int], object]
@@ -246,11 +247,11 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def samples() -> list[tuple[Tensor, Tensor, Tensor]]:
+def samples(size: int = SAMPLES) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Their numbers, inputs and targets."""
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.tensor(i), torch.randn(4, generator=generator), torch.randn(3, generator=generator))
-        for i in range(SAMPLES)
+        (torch.tensor(i), torch.randn(4, generator=generator), torch.randn(3, generator=generator)) for i in range(size)
     ]
 
 
@@ -296,14 +297,10 @@ def run(program: Program, engine: str, world: World) -> tuple[float, float]:
     finally:
         acc.close()
     every = world.all_gather_object(taken)
-    errors = []
     for one in (truth, plain):
         follow(program, one, [sorted(i for rank in every for i in rank[k]) for k in range(WINDOWS)])
-    for weights in (found, dict(plain.named_parameters())):
-        wrong = sum(float((weights[n].double() - p).square().sum()) for n, p in truth.named_parameters())
-        moved = sum(float((p - start[n]).square().sum()) for n, p in truth.named_parameters())
-        errors.append((wrong / moved) ** 0.5 if moved else wrong)
-    return errors[0], errors[1]
+    exact = dict(truth.named_parameters())
+    return error(found, exact, start), error(dict(plain.named_parameters()), exact, start)
 
 
 def follow(program: Program, model: nn.Module, windows: list[list[int]]) -> None:

@@ -1,6 +1,7 @@
 """Run by torchrun: the same overflows on every engine, and what became of each window.
 
-``engine_overflow.py RESULT ENGINE...``: a JSON file to write, and names in ``tests.support.engine_matrix.ENGINES``.
+``engine_overflow.py RESULT ENGINE...``: a JSON file to write, and names in ``tests.support.engine_matrix.ENGINES``; or
+a JSON file of cases, whose errors on ddp are written.
 
 The loss is linear in the weights, with small whole numbers and powers of two, so that fp16 has every digit of the
 gradient: the reference knows gradients without a model.
@@ -8,8 +9,10 @@ gradient: the reference knows gradients without a model.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -155,11 +158,29 @@ def trained(engine: str, case: Case, world: World) -> dict[str, Any]:
     return {"windows": seen, "touched by a skip": touched, "rows differ by": rows_differ}
 
 
+def errors(cases: list[Case], world: World) -> list[float]:
+    """On ddp, of every window: of the weights, relative; of the scale; and of what is counted. The ranks' largest."""
+    found = [0.0]
+    for case in cases:
+        own = trained("ddp", case, world)
+        found += [own["rows differ by"], float(len(own["touched by a skip"]))]
+        for seen, true in zip(own["windows"], expected(case), strict=True):
+            row, true_row = (torch.tensor(one["row"], dtype=torch.float64) for one in (seen, true))
+            found += [float((row - true_row).norm() / true_row.norm()), abs(seen["scale"] / true["scale"] - 1)]
+            found += [float(abs(seen["step"] - true["step"])), float(seen["applied"] != true["applied"])]
+    worst = torch.tensor(found, dtype=torch.float64).nan_to_num(torch.inf)
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    return worst.tolist()
+
+
 def main() -> None:
     world = World.join()
     assert world.size == RANKS
+    if sys.argv[2].endswith(".json"):
+        asked = json.loads(Path(sys.argv[2]).read_text())
+        return give(errors([Case(**one) for one in asked], world), world)
     results = {engine: [trained(engine, case, world) for case in CASES] for engine in sys.argv[2:]}
-    give(world.all_gather_object(results), world)
+    return give(world.all_gather_object(results), world)
 
 
 if __name__ == "__main__":

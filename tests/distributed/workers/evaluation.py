@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +13,14 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum import DataSpec, Trainer, World
 from distaccum.data.spec import WorkerOptions
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.evaluate import Evaluation
+from tests.distributed.workers.evaluation_engines import samples
+from tests.support.accumulators import over_sgd
+from tests.support.answers import give
 from tests.support.runs import settings
 
 
@@ -29,11 +31,6 @@ class OneRankStops(Callback):
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         if run.progress.step == 4 and self.rank == 0:
             run.stop("rank 0 has seen enough")
-
-
-def samples(size: int) -> Any:
-    generator = torch.Generator().manual_seed(size)
-    return [(x, x[:3].argmax()) for x in torch.randn(size, 4, generator=generator)]
 
 
 def train(world: World, held_out: int, folder: Path) -> dict[str, Any]:
@@ -59,8 +56,7 @@ def of_fixed_weights(world: World, num_workers: int) -> dict[str, float]:
     torch.manual_seed(0)
     model, loss = nn.Linear(4, 3), CrossEntropy()
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    acc = Accumulator(model, optimizer, global_batch_size=8, micro_batch_size=3, count=loss.count, world=world)
+    acc = over_sgd(model, 0.1, (8, 3), count=loss.count, world=world)
     data = DataSpec(train=samples(40), eval_dataset=samples(23))
     evaluation = Evaluation(
         acc.engine, data, loss, world, micro_batch_size=3, workers=WorkerOptions(num_workers=num_workers)
@@ -71,9 +67,8 @@ def of_fixed_weights(world: World, num_workers: int) -> dict[str, float]:
 
 
 def stop_at_level_two(world: World) -> int:
-    model = nn.Linear(4, 3)
-    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), CrossEntropy()
-    acc = Accumulator(model, optimizer, global_batch_size=8, micro_batch_size=3, count=loss.count, world=world)
+    loss = CrossEntropy()
+    acc = over_sgd(nn.Linear(4, 3), 0.1, (8, 3), count=loss.count, world=world)
     for _ in range(3):
         for window in acc.windows(samples(40)):
             acc.step(window, loss)
@@ -90,6 +85,5 @@ if __name__ == "__main__":
         for number in (0, 2):
             results[f"{number} workers"] = of_fixed_weights(world, number)
         results["level 2"] = stop_at_level_two(world)
-        if world.is_main:
-            Path(sys.argv[1]).write_text(json.dumps(results))
         world.barrier()
+    give(results, world)

@@ -25,6 +25,7 @@ from distaccum.config.engine import FSDP2Config
 from distaccum.distributed import world as world_module
 from distaccum.engines.modules import full_tensor
 from distaccum.errors import DistaccumError
+from tests.support.accumulators import over_sgd
 from tests.support.answers import give
 
 FEATURES, HIDDEN, TARGETS = 4, 6, 3
@@ -73,6 +74,9 @@ class Branchless(Net):
         return found
 
 
+FAULTS: dict[str, type[Program]] = {}  # by name
+
+
 class Program:
     """A right program: a loop of a user's over the windows of an epoch. A fault is a subclass that changes one thing.
 
@@ -86,6 +90,9 @@ class Program:
     proved: str | int = "first"
     epochs = 1
     whole_windows = False  # whether acc.step runs them, as the Trainer does
+
+    def __init_subclass__(cls) -> None:
+        FAULTS[cls.__name__] = cls
 
     def __init__(self, world: World, *, verify: bool) -> None:
         self.world = world
@@ -263,14 +270,7 @@ class TwoAccumulators(Program):
 
     def before_wrapping(self) -> None:
         self.generator = nn.Linear(FEATURES, FEATURES)
-        self.other = Accumulator(
-            self.generator,
-            SGD(self.generator.parameters(), lr=RATE),
-            global_batch_size=4,
-            micro_batch_size=1,
-            world=self.world,
-            verify="never",
-        )
+        self.other = over_sgd(self.generator, RATE, (4, 1), world=self.world, verify="never")
 
     def before_window(self, number: int) -> None:
         for window in self.other.windows([sample["x"] for sample in samples()[:4]]):
@@ -389,34 +389,6 @@ class AverageOfOneRank(Program):
         if self.world.is_main:
             for name, parameter in self.model.named_parameters():
                 parameter.data.lerp_(self.start[name], 0.1)
-
-
-FAULTS: dict[str, type[Program]] = {
-    one.__name__: one
-    for one in (
-        UnusedAtBoundary,
-        UnusedAtBoundaryOnZero1,
-        FrozenAfterWrapping,
-        TrainedAfterWrapping,
-        ProbeBefore,
-        ProbeBeforeOnFSDP2,
-        TwoAccumulators,
-        MeanLoss,
-        Clips,
-        ClipsBeforeStep,
-        ClipsOnFSDP2,
-        Forgets,
-        Zeroes,
-        ZeroesModel,
-        WritesData,
-        StepsByHand,
-        SecondBackward,
-        StaleOnFSDP2,
-        EditsOneRank,
-        RateOfOneRank,
-        AverageOfOneRank,
-    )
-}
 
 
 def end_of(name: str, verify: bool, world: World) -> tuple[str, float]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distaccum import Accumulator, DataSpec, Trainer, World
+from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.config.schema import RunConfig
 from distaccum.distributed import world as world_module
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.engines.fsdp2.engine import FSDP2Engine
@@ -31,6 +29,7 @@ from distaccum.engines.modules import to_local
 from distaccum.errors import ConfigError
 from tests.distributed.workers.engine_matrix import weights_of
 from tests.support.answers import give
+from tests.support.programs import Block
 
 FEATURES, WIDTH, BLOCKS = 5, 7, 3  # divided by nothing
 EPSILON = 1e-2  # see tests.support.engine_matrix
@@ -39,18 +38,6 @@ Sample = tuple[Tensor, Tensor]
 Errors = tuple[float, float]
 BOUNDARY, EVERY = FSDP2Config(sync="boundary"), FSDP2Config(sync="every")
 SYNCS = {"boundary": BOUNDARY, "every": EVERY}
-
-
-class Block(nn.Module):
-    """A residual one."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 2 * width)
-        self.narrow = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.tanh(self.wide(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -75,7 +62,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(WIDTH), Block(WIDTH)])
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embed(x.abs().mul(4).long().clamp(max=10)).mean(1)
@@ -353,78 +340,21 @@ def sgd(model: Callable[[], nn.Module]) -> tuple[nn.Module, list[Optimizer]]:
 
 
 @part
-def interrupted(world: World) -> dict[str, Any]:
-    """Windows that are dropped in the middle, evaluations in between: weights as if neither had been, bit by bit."""
-    found = {}
-    size = 3 * world.size  # all ranks have to drop a window after as many forwards
-    data = samples(7 * size)
-    windows = windows_of(data, size)
+def evaluated(world: World) -> dict[str, bool]:
+    """With evaluations between micro-batches: weights as if there had been none, bit by bit."""
+
+    def evaluates(acc: Accumulator) -> None:
+        acc.model.eval()
+        with torch.no_grad():
+            acc.model(torch.ones(2, FEATURES))
+            acc.model(torch.ones(1, FEATURES))
+        acc.model.train()
+
+    found, even = {}, samples(9 * world.size)  # so that all ranks evaluate as often
     for sync, engine in SYNCS.items():
-
-        def dropping(engine: EngineConfig, where: str, held: bool) -> dict[str, Tensor]:
-            """Every second window is dropped: after its first backward, after a forward, or by an error inside."""
-            acc, loss = accumulator(plain, world, replace(engine, reshard_after_forward=not held), size, 1), Squares()
-            for number, window in enumerate(acc.windows(source_of(data))):
-                for i, batch in enumerate(window):
-                    drops = number % 2 == 1 and i == (1 if where == "in the second" else 0)
-                    try:
-                        with acc.accumulate():
-                            total = loss(acc.model, batch.batch) * (1e4 if number % 2 else 1.0)
-                            if drops and where != "after the first":
-                                raise KeyError(where)  # noqa: TRY301
-                            acc.backward(total)
-                    except KeyError:
-                        pass
-                    if drops:
-                        acc.abandon()
-                        break
-            return weights_of(acc.engine, world)
-
-        kept = [sample for window in windows[::2] for sample in window]
-        expected = train(plain, kept, world, engine, size=size, micro=1)
-        found[f"reference, {sync}"] = errors(plain, expected, windows[::2])
-        for where in ("after the first", "in the first", "in the second"):
-            for held in (False, True):
-                after = dropping(engine, where, held)
-                same = all(torch.equal(after[name], expected[name]) for name in expected)
-                found[f"dropped {where}{', held' if held else ''}, {sync}"] = same
-
-        def evaluates(acc: Accumulator) -> None:
-            acc.model.eval()
-            with torch.no_grad():
-                acc.model(torch.ones(2, FEATURES))
-                acc.model(torch.ones(1, FEATURES))
-            acc.model.train()
-
-        even = samples(9 * world.size)  # so that all ranks evaluate as often
         expected = train(plain, even, world, engine, size=3 * world.size, micro=1)
         after = train(plain, even, world, engine, size=3 * world.size, micro=1, between=evaluates)
-        found[f"evaluated in between, {sync}"] = all(torch.equal(after[name], expected[name]) for name in expected)
-    return found
-
-
-@part
-def evaluations(world: World) -> dict[str, Any]:
-    """A Trainer's, on held-out sets that ranks have different amounts of, or none."""
-    found: dict[str, Any] = {}
-    for held_out in (23, 1):
-        for name in ("ddp", "fsdp2"):
-            torch.manual_seed(0)
-            source = DataSpec(train=samples(20), eval_dataset=samples(held_out, seed=9), description="", shuffle=False)
-            config = {
-                "engine": {"name": name},
-                "batch": {"global_size": 5, "micro_size": 1},
-                "trainer": {"max_steps": 6, "eval_every": 2},
-                "optim": {"optimizer": {"_target_": "torch.optim.SGD"}, "lr": 0.1},
-                "checkpoint": {"every": 0},
-                "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-            }
-            with tempfile.TemporaryDirectory() as folder:
-                shared = world.broadcast_str(folder)
-                found[f"{held_out}, {name}"] = Trainer(
-                    Model(), Squares(), source, config=RunConfig.from_dict(config), run_dir=shared
-                ).fit()
-                world.barrier()
+        found[sync] = all(torch.equal(after[name], expected[name]) for name in expected)
     return found
 
 

@@ -58,21 +58,24 @@ class Model(nn.Module):
         self.enter, self.leave, self.second = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
+    def through(self, x: Tensor) -> Tensor:
+        """Through the blocks."""
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.through(self.enter(x))
         return self.leave(x), torch.tanh(self.second(x))
 
 
 class Checkpointed(Model):
     """Under both kinds of activation checkpoint."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
+    def through(self, x: Tensor) -> Tensor:
         for block, reentrant in zip(self.blocks, (True, False), strict=True):
             x = checkpoint(block, x, use_reentrant=reentrant)
-        return self.leave(x), torch.tanh(self.second(x))
+        return x
 
 
 class Chosen(Model):
@@ -123,15 +126,13 @@ class Nested(Model):
 class Backwards(Model):
     """Runs its blocks in another order than it lists them."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
+    def through(self, x: Tensor) -> Tensor:
         for block in reversed(self.blocks):
             x = block(x)
-        return self.leave(x), torch.tanh(self.second(x))
+        return x
 
 
 def squares(a: Tensor, b: Tensor) -> Tensor:
-    """A sum."""
     return (a - b).square().sum()
 
 
@@ -188,7 +189,6 @@ def adversarial(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def metric(model: nn.Module, batch: Batch) -> None:
-    """A training metric."""
     with torch.no_grad():
         model(batch[0])
 
@@ -285,7 +285,6 @@ def errors(engine: Engine, before: nn.Module, table: Any, loss: Loss, left_out: 
 
 
 def run_micro(engine: Engine, loss: Loss, batch: Batch, count: int, *, sync: bool, after: Act = nothing) -> None:
-    """One micro-step."""
     with engine.micro_step(sync=sync):
         engine.backward(loss(engine.model, batch) / count)
         after(engine.model, batch)
@@ -294,15 +293,19 @@ def run_micro(engine: Engine, loss: Loss, batch: Batch, count: int, *, sync: boo
 def train(engine: Engine, table: list[tuple[int, int]], loss: Loss, after: Act, between: Act) -> None:
     """Level 1, by hand."""
     for window in range(len(table)):
-        own, count = table[window][WORLD.rank], count_of(window, table)
-        engine.begin_window(own)
-        for micro in range(own):
-            batch = samples(window, WORLD.rank, micro)
-            run_micro(engine, loss, batch, count, sync=micro == own - 1, after=after)
-        if not own:
-            engine.shadow_micro_step()
-        engine.step()
+        train_on(engine, table, window, loss, after)
         between(engine.model, samples(window, 0, 0))
+
+
+def train_on(engine: Engine, table: list[tuple[int, int]], window: int, loss: Loss, after: Act = nothing) -> None:
+    own, count = table[window][WORLD.rank], count_of(window, table)
+    engine.begin_window(own)
+    for micro in range(own):
+        batch = samples(window, WORLD.rank, micro)
+        run_micro(engine, loss, batch, count, sync=micro == own - 1, after=after)
+    if not own:
+        engine.shadow_micro_step()
+    engine.step()
 
 
 def chosen(cells: Iterable[tuple[Any, ...]], few: bool) -> list[tuple[Any, ...]]:
@@ -362,28 +365,26 @@ def abandoned(phase: str, config: FSDP2Config, table: list[tuple[int, int]], at:
     """Window ``at`` is given up in ``phase``, the others are trained."""
     before, engine = made(config)
     for window in range(len(table)):
+        if window != at:
+            train_on(engine, table, window, teacher)
+            continue
         own, count = table[window][WORLD.rank], count_of(window, table)
         engine.begin_window(own)
-        if window == at:
-            batch = samples(window, WORLD.rank, 0)
-            if phase == "one micro-step":
-                run_micro(engine, teacher, batch, count, sync=own == 1)
-            elif phase != "begun":
-                step = engine.micro_step(sync=own == 1)
-                step.__enter__()
-                total = teacher(engine.model, batch)
-                if phase == "backward":
-                    engine.backward(total / count)
-                if phase == "last backward":
-                    engine.backward(total / count)
-                    step.__exit__(None, None, None)
-                    for micro in range(1, own):
-                        run_micro(engine, teacher, batch, count, sync=micro == own - 1)
-            engine.zero_gradients()
-            continue
-        for micro in range(own):
-            run_micro(engine, teacher, samples(window, WORLD.rank, micro), count, sync=micro == own - 1)
-        engine.step()
+        batch = samples(window, WORLD.rank, 0)
+        if phase == "one micro-step":
+            run_micro(engine, teacher, batch, count, sync=own == 1)
+        elif phase != "begun":
+            step = engine.micro_step(sync=own == 1)
+            step.__enter__()
+            total = teacher(engine.model, batch)
+            if phase == "backward":
+                engine.backward(total / count)
+            if phase == "last backward":
+                engine.backward(total / count)
+                step.__exit__(None, None, None)
+                for micro in range(1, own):
+                    run_micro(engine, teacher, batch, count, sync=micro == own - 1)
+        engine.zero_gradients()
     return errors(engine, before, table, teacher, left_out=(at,))
 
 
@@ -407,12 +408,7 @@ def after_an_error(config: FSDP2Config) -> list[float]:
         engine.zero_gradients()
     broken.remove()
     for window in (1, 2):
-        own = EVEN[window][WORLD.rank]
-        engine.begin_window(own)
-        for micro in range(own):
-            batch = samples(window, WORLD.rank, micro)
-            run_micro(engine, both, batch, count_of(window, EVEN), sync=micro == own - 1)
-        engine.step()
+        train_on(engine, EVEN, window, both)
     return errors(engine, before, EVEN, both)
 
 
@@ -421,12 +417,10 @@ def _raise(*_: Any) -> None:
 
 
 def half(gradient: Tensor) -> Tensor:
-    """A hook."""
     return gradient * 0.5
 
 
 def halve(parameter: Tensor) -> None:
-    """A post-accumulate hook."""
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
 
@@ -441,8 +435,6 @@ class Hooked(Model):
 
 
 class HookedAfter(Model):
-    """With a post-accumulate hook."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].layer.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[union-attr]
@@ -485,21 +477,19 @@ class Routed(Model):
         super().__init__()
         self.blocks.append(Block())
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
+    def through(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, self.blocks[WORLD.rank]):
             x = block(x)
-        return self.leave(x), torch.tanh(self.second(x))
+        return x
 
 
 class Reentrant(Model):
     """A shared block."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.enter(x)
+    def through(self, x: Tensor) -> Tensor:
         for block in (self.blocks[0], self.blocks[0], self.blocks[1]):
             x = checkpoint(block, x, use_reentrant=True)
-        return self.leave(x), torch.tanh(self.second(x))
+        return x
 
 
 def gan(config: FSDP2Config, table: list[tuple[int, int]]) -> list[list[float]]:
@@ -768,7 +758,6 @@ def refusals() -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    """All parts."""
     few = sys.argv[2] == "few"
     refused = dict(refusals())
     found = {

@@ -8,6 +8,7 @@ weights as numbers; and whether an engine that goes on from its own state has th
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -94,14 +95,9 @@ def flat(weights: Any) -> dict[str, Any]:
     return {name: value.flatten().tolist() for name, value in weights.items()}
 
 
-class Decay:
+def decay(*, total_steps: int) -> Callable[[int], float]:
     """The schedule of the plain loop."""
-
-    def __init__(self, *, total_steps: int) -> None:
-        pass
-
-    def __call__(self, step: int) -> float:
-        return float(0.9**step)
+    return lambda step: float(0.9**step)
 
 
 def accumulator(engine: str, world: World, *, several: bool) -> tuple[Any, Accumulator]:
@@ -116,7 +112,7 @@ def accumulator(engine: str, world: World, *, several: bool) -> tuple[Any, Accum
                 "optimizer": ADAMW,
                 "groups": [*([OTHER] if several else []), *GROUPS],
             },
-            "schedule": {"_target_": f"{__name__}.Decay"},
+            "schedule": {"_target_": f"{__name__}.decay"},
             "trainer": {"max_steps": ALL, "eval_every": 0, "verify": "never"},
             "checkpoint": {"every": 0},
         }
@@ -138,7 +134,6 @@ def train(loader: Any, acc: Accumulator, windows: int) -> None:
 
 
 def main() -> None:
-    """See above."""
     engines = sys.argv[2:]
     world = World.join()
     several = "deepspeed" not in engines

@@ -95,7 +95,6 @@ class Run:
 
 
 def main() -> None:
-    """See above."""
     mode, root, result, precision = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     world = World.join()
     found = {}

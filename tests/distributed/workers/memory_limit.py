@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from distaccum import Accumulator, DataSpec
+from distaccum import DataSpec
 from distaccum.tools.memory import LiveMemory
+from tests.support.accumulators import over_sgd
 
 ROWS, WIDTH, MICRO, WINDOWS, RATE = 256, 512, 128, 2, 1.0
 _COPIES = 64  # 128 KiB each of a sample, and no more weights
@@ -41,7 +41,6 @@ class Wide(nn.Module):
 
 
 def squares(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of squared errors."""
     found: Tensor = (model(batch["x"]) - batch["y"]).square().sum()
     return found
 
@@ -63,7 +62,6 @@ def at_most(more: int) -> Iterator[None]:
 
 
 def main() -> None:
-    """See the module."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = Wide()
@@ -72,14 +70,7 @@ def main() -> None:
     with LiveMemory("cpu") as live, torch.autograd.set_multithreading_enabled(False):
         squares(model, {"x": x[:MICRO], "y": y[:MICRO]}).backward()
     model.zero_grad()
-    acc = Accumulator(
-        model,
-        SGD(model.parameters(), lr=RATE),
-        global_batch_size=ROWS,
-        micro_batch_size=MICRO,
-        count=lambda batch: len(batch["y"]),
-        verify="never",
-    )
+    acc = over_sgd(model, RATE, (ROWS, MICRO), count=lambda batch: len(batch["y"]), verify="never")
     errors = []
     source = DataSpec(train=samples, eval_dataset=None, description="", shuffle=False)
     for number, window in enumerate(acc.windows(source)):

@@ -22,7 +22,6 @@ from tests.support.memory_faults import Cell, judge, run
 
 
 def main() -> None:
-    """See the module."""
     world, answers = World.join(timedelta(seconds=25)), []
     for values in json.loads(Path(sys.argv[2]).read_text()):
         cell, held, parts = Cell(**values), io.BytesIO(), list[Any]([None] * world.size)

@@ -145,7 +145,6 @@ class Records:
             self.seen.append([window, micro_step])
 
     def after(self, result: Any) -> None:
-        """One window."""
         self.applied.append(result.applied)
         self.scales.append(result.loss_scale)
         self.rates.append([optimizer.param_groups[0]["lr"] for optimizer in self._optimizers])
@@ -153,7 +152,6 @@ class Records:
 
 
 def run(windows: Sequence[tuple[int, str]], case: Case, world: World) -> Records:
-    """Trains on these windows."""
     model, optimizers = make(case.fused)
     records = Records(model, optimizers)
     source = source_of(windows, world, case)
@@ -359,21 +357,6 @@ def chosen_cases(ranks: int) -> list[Case]:
     return cases(ranks)[:: 5 if ranks == 2 else 7]
 
 
-def matrix(world: World) -> list[Any]:
-    """Some cases, for each place."""
-    return [planted(case, world) for case in chosen_cases(world.size)]
-
-
-def whole_matrix(world: World) -> list[Any]:
-    """Every case."""
-    return [planted(case, world) for case in cases(world.size)]
-
-
-def first_windows(world: World) -> list[Any]:
-    """Some cases, for runs whose very first window is the bad one."""
-    return [spoil_first(case, world) for case in chosen_cases(world.size)[::5]]
-
-
 def endings(world: World) -> dict[str, Any]:
     """Runs that are spoiled for good, or nearly."""
     found = {
@@ -392,12 +375,12 @@ def endings(world: World) -> dict[str, Any]:
     return found
 
 
-PARTS = {
+PARTS: dict[str, Callable[[World], Any]] = {
     "scalers": scalers,
-    "matrix": matrix,
-    "first windows": first_windows,
+    "matrix": lambda world: [planted(case, world) for case in chosen_cases(world.size)],
+    "first windows": lambda world: [spoil_first(case, world) for case in chosen_cases(world.size)[::5]],
     "endings": endings,
-    "whole matrix": whole_matrix,
+    "whole matrix": lambda world: [planted(case, world) for case in cases(world.size)],
 }
 
 if __name__ == "__main__":

@@ -32,16 +32,20 @@ def most_allocated(config: RunConfig, world: World) -> int:
         loader = build_loader(components.data, components.plan, world)
         for window in islice(accumulator.windows(loader), WINDOWS):
             accumulator.step(window, components.loss)
+    return most_at_once(recorded)[0]
+
+
+def most_at_once(recorded: profile) -> tuple[int, int]:
+    """The most bytes that a profile has seen, and those that are left in the end."""
     live = most = 0
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    return most
+    return most, live
 
 
 def main() -> None:
-    """The entry point."""
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
         values = plain(compose("config", register_aliases(sys.argv[1:])))
     config, ranks = RunConfig.from_dict(values), LaunchEnvironment.from_environment()

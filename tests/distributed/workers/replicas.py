@@ -18,21 +18,11 @@ from distaccum import Callback, Trainer, World
 from distaccum.data.hooks import Hooks
 from distaccum.errors import DistaccumError
 from distaccum.testing.counters import OperationCounter
-from tests.support.accumulators import over_sgd
+from tests.support.accumulators import Loss, over_sgd
 from tests.support.answers import give
 from tests.support.runs import settings
 
 MICRO_SIZE, STEPS, GLOBAL_SIZE = 1, 16, 32  # sixteen micro-batches on each rank: compared every second window
-
-
-class Squares:
-    """A sum of squares."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().sum()
 
 
 def make_model() -> nn.Module:
@@ -55,7 +45,7 @@ def fill_a_bias(model: nn.Module) -> None:
 
 def train(world: World, spoil: Callable[[nn.Module], None] | None, **options: Any) -> dict[str, Any]:
     """An own loop; rank 1 spoils its weights after window 2."""
-    model, loss = make_model(), Squares()
+    model, loss = make_model(), Loss()
     nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
     acc = over_sgd(model, 0.01, (GLOBAL_SIZE, MICRO_SIZE), count=loss.count, world=world, **options)
     number, said = 0, ""
@@ -88,7 +78,7 @@ def by_trainer(world: World, folder: Path) -> dict[str, Any]:
     model = make_model()
     trainer = Trainer(
         model,
-        Squares(),
+        Loss(),
         data(),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         callbacks=[Spoiler(model, world.rank)],
@@ -106,7 +96,7 @@ def by_trainer(world: World, folder: Path) -> dict[str, Any]:
 
 def operators(world: World, *, riding: bool) -> int:
     """Of two steady windows, one of which compares the weights."""
-    model, loss = make_model(), Squares()
+    model, loss = make_model(), Loss()
     acc = over_sgd(model, 0.01, (GLOBAL_SIZE, MICRO_SIZE), count=loss.count, world=world)
     if not riding:
         acc._counter.hooks = Hooks()

@@ -33,7 +33,6 @@ def digest(model: nn.Module) -> str:
 
 
 def run(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Trains, on all ranks."""
     model = reproducible.model_of(cell)
     config = RunConfig.from_dict(reproducible.settings(cell))
     trainer = Trainer(model, reproducible.loss_of(cell), reproducible.data_of(cell), config=config, run_dir=folder)

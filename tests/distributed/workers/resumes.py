@@ -54,7 +54,6 @@ MODES = {"packing": packed, "adapters": adapters}
 
 
 def main(folder: Path, mode: str, part: str) -> None:
-    """Trains on each engine."""
     for name, engine in ENGINES.items():
         model, loss, data, settings = MODES[mode]()
         middle = folder / "whole" / name / "checkpoints" / f"step-{UPDATES // 2}"

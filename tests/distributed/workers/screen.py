@@ -14,25 +14,17 @@ import warnings
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distaccum import Callback, DataSpec, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.config.schema import RunConfig
 from distaccum.train.callbacks import Run
+from tests.support.accumulators import Loss
 
 RANK = os.environ.get("RANK", "0")
 WORDS = " ".join(f"word{number}" for number in range(30))
 LOG = logging.getLogger("users.own")
-
-
-class Square:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        result: Tensor = model(batch).square().sum()
-        return result
 
 
 class Speaks(Callback):
@@ -69,7 +61,7 @@ def main(folder: Path) -> None:
     }
     Trainer(
         nn.Linear(3, 1),
-        Square(),
+        Loss(),
         DataSpec(train=samples, eval_dataset=samples[:4], description="numbers"),
         config=RunConfig.from_dict(settings),
         callbacks=[Speaks(folder)],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -147,15 +147,8 @@ class Dies(Callback):
             raise RuntimeError("killed here")
 
 
-class Rate:
-    """The schedule."""
-
-    def __call__(self, step: int) -> float:
-        return rate(step)
-
-
-def make_rate(total_steps: int) -> Rate:
-    return Rate()
+def make_rate(total_steps: int) -> Callable[[int], float]:
+    return rate
 
 
 def fit(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from distaccum import DataSpec, Trainer, World
-from tests.support.accumulators import Loss as Squares
+from tests.support.accumulators import Loss
 from tests.support.runs import settings
 
 SAMPLES = (21, 13)  # of each rank
@@ -61,4 +61,4 @@ if __name__ == "__main__":
         optim = {"optimizer": {"_target_": "torch.optim.AdamW"}}
         config = settings((8, 2), {"max_steps": int(steps), "log_every": 1}, save=3, optim=optim, resume=resume)
         source = DataSpec(train=stream(kind, world.rank), eval_dataset=None, description=kind, collate=collate)
-        Trainer(model, Squares(), source, config=config, run_dir=f"{folder}/{kind}").fit()
+        Trainer(model, Loss(), source, config=config, run_dir=f"{folder}/{kind}").fit()

@@ -93,7 +93,6 @@ def run(cell: Cell, world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the module."""
     path, asked = map(Path, sys.argv[1:])
     world_module.GROUP_TIMEOUT = timedelta(seconds=40)
     world, found = World.join(), []

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distaccum import Accumulator, World
+from distaccum.accumulation.step import Outcome
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config, Zero1Config
 from distaccum.engines.state import whole_state
 from distaccum.errors import DistaccumError, MisuseError, NonFiniteError
@@ -39,33 +39,20 @@ class Block(nn.Module):
         return x + self.dropout(torch.tanh(self.layer(x)))
 
 
-@dataclass
-class Both:
-    """What no pytree knows."""
-
-    main: Tensor
-    more: Tensor
-
-
 class Model(nn.Module):
-    """Gives its two outputs as ``form`` says; the second has a layer of its own."""
+    """With a layer that no loss uses."""
 
-    def __init__(self, form: str = "tensor", dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.blocks = nn.ModuleList([Block(dropout), Block(dropout)])
         self.head, self.second = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 2)
-        self.form = form
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         for block in self.blocks:
             x = block(x)
-        main = self.head(x).squeeze(-1)
-        if self.form == "tensor":
-            return main
-        more = self.second(x).sum(-1)
-        return (main, more) if self.form == "pair" else Both(main, more)
+        return self.head(x).squeeze(-1)
 
 
 class Stream:
@@ -86,46 +73,29 @@ def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accum
     return over_sgd(model, 0.1, (8, 2), engine=engine, world=WORLD, count=lambda batch: len(batch[1]), **options)
 
 
-def squares(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A loss."""
-    return (output - batch[1]).square().sum()
-
-
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Of whichever output it is."""
-    output = model(batch[0])
-    if isinstance(output, tuple):
-        output = output[0]
-    if isinstance(output, Both):  # all of it, or DDP would miss a part
-        return squares(output.main, batch) + output.more.square().sum()
-    return squares(output, batch)
-
-
-def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Two forwards."""
-    return squares(model(batch[0]), batch) + squares(model(-batch[0]), batch)
+    """A sum of squares."""
+    return (model(batch[0]) - batch[1]).square().sum()
 
 
 def train(
     engine: EngineConfig,
     stream: Stream,
     *,
-    form: str = "tensor",
-    loss: Callable[..., Tensor] = loss_of,
     at_once: bool = False,
     **options: Any,
 ) -> Any:
     """Applied or not, and the norm, window by window; or what was raised."""
     torch.manual_seed(1)
-    acc = accumulator(engine, Model(form), **options)
+    acc = accumulator(engine, Model(), **options)
     found = []
     try:
         for window in acc.windows(stream):
             if at_once:
-                acc.step(window, loss)
+                acc.step(window, loss_of)
             for micro in () if at_once else window:
                 with acc.accumulate():
-                    acc.backward(loss(acc.model, micro.batch))
+                    acc.backward(loss_of(acc.model, micro.batch))
             assert acc.last is not None
             found.append([acc.last.applied, acc.last.grad_norm.item()])
     except (MisuseError, NonFiniteError) as error:
@@ -138,40 +108,37 @@ def sizes(most: int, least: int) -> list[int]:
     return [2] * (least if WORLD.rank == WORLD.size - 1 else most)
 
 
+def trained(acc: Accumulator, stream: Stream) -> Iterator[Outcome]:
+    """What each window came to."""
+    for window in acc.windows(stream):
+        for micro in window:
+            with acc.accumulate():
+                acc.backward(loss_of(acc.model, micro.batch))
+        assert acc.last is not None
+        yield acc.last
+
+
 def resumed(engine: EngineConfig) -> Any:
     """With dropout, uninterrupted and from a state in between: the last norms."""
     torch.manual_seed(1)
     acc = accumulator(engine, Model(dropout=0.5))
     torch.manual_seed(10 + WORLD.rank)
     norms: list[Any] = []
-    state = None
-    for window in acc.windows(Stream(sizes(11, 4))):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(loss_of(acc.model, micro.batch))
-        norms.append(acc.last.grad_norm.item() if acc.last else None)
+    state: Any = None
+    for last in trained(acc, Stream(sizes(11, 4))):
+        norms.append(last.grad_norm.item())
         if len(norms) == 2:
             state = deepcopy(acc.state_dict())
-    assert state is not None
     again = accumulator(engine, Model(dropout=0.5))
     again.load_state_dict(state)  # no generator's state: random numbers are keyed by the micro-batch
-    uninterrupted, norms = norms[2:], []
-    for window in again.windows(Stream(sizes(11, 4))):
-        for micro in window:
-            with again.accumulate():
-                again.backward(loss_of(again.model, micro.batch))
-        norms.append(again.last.grad_norm.item() if again.last else None)
-    return [uninterrupted, norms]
+    return [norms[2:], [last.grad_norm.item() for last in trained(again, Stream(sizes(11, 4)))]]
 
 
 def buffers(engine: EngineConfig) -> dict[str, list[float]]:
     """Those that a checkpoint has, and rank 0's own."""
     torch.manual_seed(1)
     acc = accumulator(engine, Model())
-    for window in acc.windows(Stream([2] * 4)):
-        for micro in window:
-            with acc.accumulate():
-                acc.backward(loss_of(acc.model, micro.batch))
+    list(trained(acc, Stream([2] * 4)))
     saved = whole_state(acc.engine, WORLD).model
     own = dict(acc.engine.unwrapped_model.named_buffers())
     return {name: [saved[name].sum().item(), value.sum().item()] for name, value in own.items()}
@@ -192,22 +159,12 @@ def counted(engine: EngineConfig) -> list[Any]:
     for decay in (0.0, 0.5):
         model = Model()
         optimizer = Counting(model.parameters(), lr=0.1, weight_decay=decay)
-        acc = Accumulator(
-            model,
-            optimizer,
-            global_batch_size=8,
-            micro_batch_size=2,
-            engine=engine,
-            world=WORLD,
-            count=lambda batch: len(batch[1]),
-        )
+        sizes: Any = {"global_batch_size": 8, "micro_batch_size": 2, "count": lambda batch: len(batch[1])}
+        acc = Accumulator(model, optimizer, engine=engine, world=WORLD, **sizes)
         if found:
             acc.load_state_dict(found[0])
             return [optimizer.param_groups[0].get("k"), optimizer.param_groups[0]["weight_decay"]]
-        for window in acc.windows(Stream([2] * 4)):
-            for micro in window:
-                with acc.accumulate():
-                    acc.backward(loss_of(acc.model, micro.batch))
+        list(trained(acc, Stream([2] * 4)))
         found.append(acc.state_dict())
     raise AssertionError
 
@@ -217,10 +174,7 @@ def alone(engine: EngineConfig) -> str:
     torch.manual_seed(1)
     acc = accumulator(engine, Model())
     try:
-        for window in acc.windows(Stream([2] * 8)):
-            for micro in window:
-                with acc.accumulate():
-                    acc.backward(loss_of(acc.model, micro.batch))
+        for _ in trained(acc, Stream([2] * 8)):
             if not WORLD.is_main:
                 with torch.no_grad():
                     acc.model(torch.ones(2, WIDTH))
@@ -230,14 +184,10 @@ def alone(engine: EngineConfig) -> str:
 
 
 def main() -> None:
-    """All cases."""
     found: dict[str, Any] = {}
     for name, engine in ENGINES.items():
         found[name] = {
             "a spoiled sample": train(engine, Stream(sizes(7, 3), nan_at=2 if WORLD.rank else None), nonfinite="skip"),
-            "an unused output": train(engine, Stream(sizes(7, 3)), form="pair"),
-            "a dataclass": train(engine, Stream(sizes(7, 3)), form="dataclass"),
-            "two forwards": train(engine, Stream(sizes(7, 3)), loss=twice),
             "what stops": train(engine, Stream(sizes(4, 4), nan_at=3 if WORLD.rank else None), at_once=True),
             "resumed": resumed(engine),
             "buffers": buffers(engine),

@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec, World
 from tests.distributed.workers.fsdp2 import Make, Model, Squares, samples
+from tests.support.answers import give
 
 GLOBAL_SIZE, WINDOWS = 6, 5
 
@@ -111,11 +109,8 @@ def main() -> None:
             whole, dealt = (trained(make, engine, world, **clip) for engine in ("ddp", "zero1"))
             dealt["same"] = torch.equal(dealt.pop("weights"), whole.pop("weights"))
             found[f"{name}, clipped" if clip else name] = {"ddp": whole, "zero1": dealt}
-    everyone = world.all_gather_object(found)
-    if world.is_main:
-        largest = max(p.numel() for p in Model(16).parameters())
-        total = sum(p.numel() for p in Model(16).parameters())
-        Path(sys.argv[1]).write_text(json.dumps({"ranks": everyone, "largest": largest, "total": total}))
+    sizes = [p.numel() for p in Model(16).parameters()]
+    give({"ranks": world.all_gather_object(found), "largest": max(sizes), "total": sum(sizes)}, world)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -35,15 +34,15 @@ SAMPLES = [(torch.randn(5, generator=torch.Generator().manual_seed(i)), i % 3) f
 LOSS = CrossEntropy()
 
 
-@pytest.fixture
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 class LostError(Exception):
     """A rank is gone."""
+
+
+def drawn(model: nn.Module) -> None:
+    """Gives it its weights: ranks are threads here, and share torch's own generator."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05, generator=generator)
 
 
 class Unused(nn.Linear):
@@ -59,9 +58,7 @@ def accumulator(
 ) -> Accumulator:
     last = (Unused if unused else nn.Linear)(700, 3)
     model = nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 700), nn.Tanh(), last)
-    generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.05, generator=generator)
+    drawn(model)
     context = EngineContext(
         # Several buckets, of which torch makes the first of 1 MiB.
         engine=DDPConfig(bucket_cap_mb=0.001, find_unused_parameters=unused and finds),
@@ -107,7 +104,7 @@ def run(world: World, *, numerics: str, elastic: bool, **more: Any) -> tuple[Ten
     return found, losses
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")
 @pytest.mark.parametrize(
     "more", [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "fp16"}, {"unused": True}], ids=str
@@ -122,7 +119,7 @@ def test_bits_are_those_of_a_run_that_is_not_elastic(ranks: int, more: dict[str,
         assert all(map(torch.isfinite, losses))
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_loss_that_leaves_a_parameter_out_is_refused_on_all_ranks() -> None:
     def refused(world: World) -> None:
         with pytest.raises(MisuseError, match=r"does not depend on 4\.other"):
@@ -152,7 +149,7 @@ def _calls(world: World, *, elastic: bool) -> int:
     return min(found)
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_window_makes_hardly_a_call_more() -> None:
     def both(world: World) -> list[int]:
         return [_calls(world, elastic=elastic) for elastic in (False, True)]
@@ -218,7 +215,7 @@ def finished(world: World, state: dict[str, Any], held: list[PartialWindow]) -> 
     return weights(acc), losses, computed
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("place", "after"), [("_send", 0), ("_finish", 0), ("_finish", 1)])
 @pytest.mark.parametrize(("ranks", "gone"), [(2, [0]), (3, [0, 2]), (4, [3])])
 def test_the_ranks_that_are_left_finish_the_window_to_the_same_bits(

@@ -27,22 +27,10 @@ from distaccum.engines.base import EngineState
 from distaccum.engines.context import EngineContext
 from distaccum.engines.factory import create, prepare
 from distaccum.engines.numerics import Numerics
-from distaccum.losses.cross_entropy import CrossEntropy
+from tests.elastic.engine.test_elastic import LOSS, SAMPLES, LostError, drawn
 from tests.support.threads import run_ranks
 
-SAMPLES = [(torch.randn(5, generator=torch.Generator().manual_seed(i)), i % 3) for i in range(60)]
-LOSS = CrossEntropy()
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-class LostError(Exception):
-    """A rank is gone."""
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @dataclass
@@ -59,9 +47,7 @@ def accumulator(world: World, precision: str, keepers: Sequence[int] = ()) -> Ac
     model = nn.Sequential(*layers)
     if precision != "fp16":  # ranks are threads, and share autocast's cache, by which the two uses are one cast or two
         model[4].weight = model[2].weight
-    generator = torch.Generator().manual_seed(0)  # ranks are threads here, and share torch's own
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.05, generator=generator)
+    drawn(model)
     settings = PrecisionConfig.of(precision)
     settings = replace(settings, scaler=replace(settings.scaler, initial_scale_power=8, growth_interval=2))
     context = EngineContext(

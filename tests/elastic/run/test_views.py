@@ -133,8 +133,6 @@ class Becomes(Alone):
 
 @dataclass
 class Program:
-    """What is trained."""
-
     model: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)
     loss: Any = field(default_factory=Square)
     optimizer: Callable[[Any], Optimizer] | None = None
@@ -355,7 +353,6 @@ class Begins(SGD):
     """Its first step is larger, which it notes in its groups."""
 
     def step(self, closure: Any = None) -> None:
-        """Steps."""
         for group in self.param_groups:
             rate = 1.0 if group.setdefault("begun", False) else 3.0
             group["begun"] = True

@@ -59,6 +59,14 @@ def _train(model: nn.Module, *optimizers: torch.optim.Optimizer, scaler: Any = N
         model.zero_grad()
 
 
+def _audited(model: nn.Module, *optimizers: torch.optim.Optimizer, **autocast: Any) -> Report:
+    """Of a right loop, by SGD over all of the model unless told otherwise."""
+    optimizers = optimizers or (torch.optim.SGD(model.parameters(), lr=0.01),)
+    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
+        _train(model, *optimizers, **autocast)
+    return report
+
+
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,27 +200,21 @@ def test_a_closure_computes_the_gradient_within_the_step(kind: type[torch.optim.
 
 def test_two_optimizers_step_together() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in model]
-    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
-        _train(model, *optimizers)
+    report = _audited(model, *(torch.optim.SGD(part.parameters(), lr=0.01) for part in model))
     assert report.right, str(report)
     assert len(report.findings) == WINDOWS
 
 
 def test_parameters_that_no_optimizer_steps_on_are_noted() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
-    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
-        _train(model, optimizer)
+    report = _audited(model, torch.optim.SGD(model[0].parameters(), lr=0.01))
     assert report.right, str(report)
     assert "no optimizer steps on 1.weight, 1.bias" in str(report)
 
 
 def test_sixteen_bits_have_their_own_tolerance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with audit(loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
-        _train(model, optimizer, dtype=torch.bfloat16)
+    report = _audited(model, dtype=torch.bfloat16)
     assert report.right, str(report)
     assert report.findings[0].error > 1e-4
     assert "audit in fp32" in str(report)
@@ -239,10 +241,7 @@ def test_a_forward_that_draws_random_numbers_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.dropout(super().forward(x), 0.5)
 
-    model = Noisy(WIDTH, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with audit(model, loss_sum=loss_sum, count=count, batches=_batches(), show=_silent) as report:
-        _train(model, optimizer)
+    report = _audited(Noisy(WIDTH, 1))
     assert [cause.name for cause in report.causes] == ["random forward"]
 
 

@@ -13,10 +13,12 @@ from time import monotonic, sleep, time
 import pytest
 import torch
 
+from distaccum.distributed.watchdog import DIED, trouble_of
 from distaccum.tools.doctor.facts import Finding, Look
 from distaccum.tools.doctor.host import host
 from distaccum.tools.doctor.job import job, settings
 from distaccum.tools.doctor.limits import Probe, look
+from tests.support.commands import until
 from tests.tools.doctor.here import looked, mount, needs_mounts, notes, wrong
 
 SHARED = Path("/dev/shm")  # noqa: S108  what is looked at
@@ -85,6 +87,14 @@ def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [one for one in found.findings if "take turns" in one.what]
 
 
+def _of(root: Path, files: dict[str, str]) -> Look:
+    """Of a machine with these files."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return looked(lambda: host(local_ranks=1, cpu_trains=True, root=root))
+
+
 def test_control_groups_limit_cores_memory_and_processes(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/job/step\n",
@@ -96,10 +106,7 @@ def test_control_groups_limit_cores_memory_and_processes(tmp_path: Path) -> None
         "sys/fs/cgroup/job/memory.stat": "inactive_file 0\n",
         "sys/fs/cgroup/job/step/pids.max": "100\n",
     }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    found = looked(lambda: host(local_ranks=1, cpu_trains=True, root=tmp_path))
+    found = _of(tmp_path, files)
     assert found.value("cores") == 0.5
     assert found.value("memory of the control group") == 2**30
     assert found.value("free memory") == 2**29
@@ -116,19 +123,7 @@ def test_a_quota_of_the_older_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
         "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    found = looked(lambda: host(local_ranks=1, cpu_trains=True, root=tmp_path))
-    assert found.value("cores") == min(1.5, CORES)
-
-
-def _lives(pid: int) -> bool:
-    """Not a zombie that nobody has waited for yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
+    assert _of(tmp_path, files).value("cores") == min(1.5, CORES)
 
 
 def test_one_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
@@ -144,10 +139,7 @@ def test_one_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -
     assert [(fact.name, fact.text) for fact in found.facts] == [("Disk", "no answer within 1 s")]
     assert found.findings == [Finding(what="Disk: no answer within 1 s", mend="mount")]
     pids = list(map(int, (tmp_path / "pid").read_text().split()))
-    deadline = monotonic() + 20
-    while any(map(_lives, pids)) and monotonic() < deadline:
-        sleep(0.01)
-    assert not any(map(_lives, pids))
+    until(lambda: all(trouble_of(pid) == DIED for pid in pids), 20)
 
 
 def test_one_that_raises_says_why_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from distaccum.models.gpt import GPT
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.tools.plan.activations import Activations, CannotTellError, measure
+from tests.distributed.workers.peak_memory import most_at_once
 
 CPU = torch.device("cpu")
 
@@ -30,11 +31,7 @@ def _most_allocated(step: Callable[[], object]) -> int:
     """Bytes, beside what was there before; nothing that ``step`` allocates is left."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
-    live = most = 0
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
+    most, live = most_at_once(recorded)
     assert live == 0
     return most
 

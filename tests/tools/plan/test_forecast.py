@@ -89,6 +89,10 @@ def test_ring_bytes_are_those_of_a_ring_that_runs(ranks: int) -> None:
         ring_bytes("all-gather", payload, ranks)
     ] * ranks
     assert all(np.array_equal(one, whole) for one in ring.held)  # it was an all-reduce
+    for kind in ("broadcast", "reduce"):
+        assert ring_bytes(kind, payload, ranks) == ring_bytes("all-gather", payload, ranks)
+    with pytest.raises(KeyError):
+        ring_bytes("barrier", 0, 2)
 
 
 def _timed_ring(costs: list[float], rounds: int) -> float:

@@ -79,14 +79,7 @@ def test_a_budget_of_tokens_cannot_be_planned_without_the_data() -> None:
 
 
 def test_the_stages_of_a_schedule_are_said_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    model = {
-        "_target_": "distaccum.models.gpt.GPT",
-        "vocab_size": 8,
-        "seq_len": 8,
-        "n_layer": 1,
-        "n_head": 1,
-        "n_embd": 4,
-    }
+    model = GPT | {"vocab_size": 8, "seq_len": 8, "n_layer": 1, "n_head": 1, "n_embd": 4}
     batch = {"global_size": 32, "schedule": [{"global_size": 8, "updates": 3}]}
     values = {"cluster": {"micro_step_ms": 1.0}, "batch": batch, "model": model}
     found = plan.plan(values, activations=False)
