@@ -222,6 +222,8 @@ class Loop:
 
     def _end_epoch(self) -> None:
         """Does what the last window of the epoch is owed, and what is due there though that was no update."""
+        if not any(part.by_epoch for part in self.parts):
+            return
         self.resolve()
         for part in () if self.at_end else self.parts:
             part.epoch_ended(self)

@@ -74,6 +74,9 @@ class Part:
     trouble = ""
     """What went wrong without ending the run; it stands in the status."""
 
+    by_epoch = False
+    """Whether something is due at each epoch's end, so that the host waits there."""
+
     def due(self, progress: Progress) -> bool:
         """Whether there is something to do after an update with this progress, so that the host waits for it."""
         return False

@@ -57,6 +57,7 @@ class Checkpoints(Part):
         self._accumulator, self._run_dir, self._store = run.accumulator, run.run_dir, run.store
         self._world, self._loggers, self._time_limit = world, run.loggers, time_limit
         self._every = Every(self._config.every, components.plan)
+        self.by_epoch = self._every.by_epoch
         self._best = BestCheckpoint(self._config, run.store, world)
         minutes = self._config.every_minutes
         ago = run.saved_ago_s
@@ -100,7 +101,7 @@ class Checkpoints(Part):
         step = run.progress.step
         if self.improves(run, step, known=False):
             self._save_last(run, best=True)
-        elif self._every.by_epoch and step != self._newest_step:
+        elif self.by_epoch and step != self._newest_step:
             self.save(run)
 
     def preempted(self, run: Loop) -> None:

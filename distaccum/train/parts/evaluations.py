@@ -33,6 +33,7 @@ class Evaluations(Part):
         self._components, self._accumulator = components, run.accumulator
         self._evaluates = evaluates(components.data, components.config)
         self._every = Every(trainer.eval_every, components.plan)
+        self.by_epoch = self._every.by_epoch
         self._trained = False  # since the last evaluation
         self._evaluation = Evaluation(
             run.accumulator.engine,
@@ -63,7 +64,7 @@ class Evaluations(Part):
 
     def owes(self, run: Loop) -> bool:
         """An evaluation, where an epoch is over whose last window was no update."""
-        if not (self._evaluates and self._every.by_epoch and self._trained) or run.progress.epoch_window:
+        if not (self._evaluates and self.by_epoch and self._trained) or run.progress.epoch_window:
             return False
         return run.results_of(run.progress.step) is None
 
