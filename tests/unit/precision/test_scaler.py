@@ -62,16 +62,6 @@ def _window(scaler: Any, optimizer: Optimizer, parameter: nn.Parameter, gradient
     scaler.update()
 
 
-def test_without_a_process_group_it_works_as_well() -> None:
-    assert not torch.distributed.is_initialized()
-    scaler, parameter = LossScaler("cpu"), _parameter()
-    optimizer = SGD([parameter], lr=0.1)
-    for gradient in (1.0, INF):
-        _window(scaler, optimizer, parameter, gradient)
-    assert parameter.tolist() == pytest.approx([0.9, -2.1])
-    assert scaler.get_scale() == 2.0**15
-
-
 @both
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_a_fused_optimizer_steps_after_unscale(kind: Any, Scaler: Any, group: World) -> None:  # noqa: N803
