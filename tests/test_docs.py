@@ -199,7 +199,7 @@ ELSEWHERE = {
         "unit/launch/test_gpu_bench.py::test_all_that_is_right_on_a_gpu_is_right_on_the_cpu"
     ),
     "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
-        "unit/launch/test_gpu_speed.py::test_a_measurement_of_speed_runs_in_small"
+        "unit/launch/test_gpu_speed.py::test_a_measurement_runs_in_small"
     ),
     "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 quiet_s=12 'ways=[elastic,restart,torchft]'": (
         "elastic/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
