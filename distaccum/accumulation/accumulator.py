@@ -621,9 +621,9 @@ class Accumulator:
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self._items_per_sample = state["per_sample"]
-        self._global_batch.restore(state["batch"])
-        self._loader_factory.restore(state["memory"])
-        self.restore(Progress(**state["progress"]), state["position"], state["data"], state["spikes"])
+        self._global_batch.restore(state.get("batch"))
+        self._loader_factory.restore(state.get("memory", {}))
+        self.restore(Progress(**state["progress"]), state["position"], state["data"], state.get("spikes", {}))
 
     def save(self, folder: str | PathLike[str], *, keep: int = 2, state: Mapping[str, Any] | None = None) -> Path:
         """Saves a checkpoint ``folder/checkpoints/step-N`` with everything that :meth:`resume` needs; a collective.

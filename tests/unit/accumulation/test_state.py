@@ -94,7 +94,8 @@ def test_a_state_is_a_copy(gloo_world: World) -> None:
         assert acc.progress.step == 2
         _run(acc, 3)
         assert torch.equal(weights(acc), after)
-        acc.load_state_dict(state)
+        older = {name: value for name, value in state.items() if name not in ("batch", "memory", "spikes")}
+        acc.load_state_dict(older)  # saved before there were these
 
 
 def test_a_state_takes_the_memory_of_what_it_holds(gloo_world: World) -> None:
