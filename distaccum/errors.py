@@ -21,6 +21,9 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+ON_ALL_RANKS = {"on_all_ranks": True}
+"""``extra`` of a warning that each rank gives in the same words: a command shows rank 0's."""
+
 
 class DistaccumError(Exception):
     """Base of every error raised on purpose by distaccum."""

@@ -113,7 +113,14 @@ def require_type(key: str, value: object, hint: Any) -> None:
 
     A bool is no number, a whole number that fits is a float too, and a tuple is a list.
     """
-    require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", "Give a value of the type named")
+    remedy = _as_whole(value) if int in (hint, *get_args(hint)) else ""
+    remedy = remedy or "Give a value of the type named"
+    require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", remedy)
+
+
+def _as_whole(value: object) -> str:
+    """How a number such as 1e3, which YAML and Python read as a fraction, is written as a whole one; else nothing."""
+    return f"Write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
 
 
 def require_annotated(group: str, settings: Any) -> None:
@@ -158,7 +165,7 @@ def require_count(key: str, value: int | None, *, least: int = 0, off: str = "")
 def require_interval(key: str, value: object, *, off: str) -> None:
     """A number of updates, 0 for what ``off`` says, or ``epoch``."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    remedy = f"Give a whole number of updates, {EPOCH} for the end of each, or {off}"
+    remedy = _as_whole(value) or f"Give a whole number of updates, {EPOCH} for the end of each, or {off}"
     require(whole or is_one_of((EPOCH,), value), key, value, "is no interval", remedy)
 
 

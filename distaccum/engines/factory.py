@@ -34,7 +34,7 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
-from distaccum.errors import ConfigError, shorten
+from distaccum.errors import ON_ALL_RANKS, ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
 
@@ -365,7 +365,8 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     left = [name for name, parameter in trained(model).items() if id(parameter) in free]
     if left and free != every:
         problem = "no optimizer holds, though they need a gradient: they stay as they are, and count in its norm"
-        _log.warning("%s: %s. Give them to an optimizer, or freeze them: requires_grad_(False)", shorten(left), problem)
+        text = "%s: %s. Give them to an optimizer, or freeze them: requires_grad_(False)"
+        _log.warning(text, shorten(left), problem, extra=ON_ALL_RANKS)
 
 
 def checkpoint_activations(model: nn.Module, engine: EngineConfig, *, compiled: bool = False) -> Checkpoints | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
 from distaccum.engines.modules import as_real, full_tensor, shard_over
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import ON_ALL_RANKS, ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
 _STEPS, _RATE = 2, 1e-2
@@ -106,7 +106,8 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
     verdict = try_rule(optimizer, whole, parts)
     if verdict is Verdict.UNKNOWN and warn:
         problem = "its rule could not be tried on a few numbers"
-        _log.warning("optimizer %s: %s; it has to step each parameter by itself", type(optimizer).__name__, problem)
+        text = "optimizer %s: %s; it has to step each parameter by itself"
+        _log.warning(text, type(optimizer).__name__, problem, extra=ON_ALL_RANKS)
     if verdict is Verdict.COUPLED:
         problem = (
             "its step of one parameter depends on the others (a norm over all of them?), and on this engine it has a "

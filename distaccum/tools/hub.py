@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from distaccum.errors import ConfigError
 
 _ANSWER_S = 10.0
+_OF_PATHS = ("/", ".", "~")  # how no model of the hub begins
 T = TypeVar("T")
 
 
@@ -21,11 +24,34 @@ def fetched(key: str, name: str, make: Callable[..., T]) -> T:
         make: as ``from_pretrained`` is called with the name; takes ``local_files_only``.
 
     Raises:
-        ConfigError: the model is not in the cache, and the hub does not answer within seconds.
+        ConfigError: the name is a path, of nothing; or the model is not in the cache, and the hub does not answer
+            within seconds.
         OSError: as ``make`` raises it, of a model that is not there.
     """
+    with _without_report():
+        return _fetched(key, name, make)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without transformers' table of missing and unneeded weights: the missing ones are refused, or named to be new."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _fetched(key: str, name: str, make: Callable[..., T]) -> T:
     if Path(name).exists():
         return make()
+    if name.startswith(_OF_PATHS) or name.count("/") > 1:
+        raise ConfigError(key, name, "no such folder", "Give one that is there, or a model of the Hugging Face hub")
     try:
         return make(local_files_only=True)
     except OSError:  # not in the cache, or only a part of it

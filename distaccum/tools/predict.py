@@ -107,7 +107,7 @@ def _components(record: Mapping[str, Any], settings: Mapping[str, str], world: W
     }
     batch = {"global_size": micro * world.size, "micro_size": micro}
     kept = {key: record[key] for key in _KEPT}
-    config = RunConfig.from_dict({**kept, "data": data, "batch": batch, "trainer": {**trainer, "max_steps": 1}})
+    config = RunConfig.from_dict({**kept, "data": data, "batch": batch, "trainer": {**trainer, "max_steps": 0}})
     spec = build_data(config.data)
     if isinstance(spec, LabelledText) and data != record["data"]:
         problem = "would number the classes of other data than the run's"

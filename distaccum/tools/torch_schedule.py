@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from distaccum.errors import ConfigError
-from distaccum.train.schedule import REMEDY, built_with
+from distaccum.train.rates import REMEDY, built_with
 
 _UNUSUAL = 0.123  # a momentum that no scheduler sets: one that sets any is seen at once, before the first update
 _SAME = 1e-6  # relative difference of factors that are one

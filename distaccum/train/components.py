@@ -32,7 +32,7 @@ from distaccum.data.spec import DataSpec
 from distaccum.engines.context import EngineBuilder, EngineContext
 from distaccum.engines.factory import prepare
 from distaccum.engines.numerics import Numerics
-from distaccum.errors import ConfigError
+from distaccum.errors import ON_ALL_RANKS, ConfigError
 from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
 from distaccum.program import FROM_DATA, load
@@ -43,7 +43,7 @@ from distaccum.train.config_diff import structure
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.metrics.loggers import Logger
 from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes
-from distaccum.train.schedule import built_with, make_schedule
+from distaccum.train.rates import built_with, make_schedule
 from distaccum.train.schedules import Constant
 
 _log = logging.getLogger(__name__)
@@ -303,11 +303,12 @@ def _build_optimizers(config: RunConfig, model: nn.Module, device: torch.device)
 def _warn_of_rates(optimizers: Sequence[Optimizer], *, is_pretrained: bool) -> None:
     rates = [(built_with(group), type(one).__name__) for one in optimizers for group in one.param_groups]
     if not any(rate for rate, _ in rates):
-        _log.warning("every learning rate of the optimizers is 0: nothing will be trained")
+        _log.warning("every learning rate of the optimizers is 0: nothing will be trained", extra=ON_ALL_RANKS)
     highest = max((rate for rate, name in rates if "adam" in name.lower()), default=0.0)
     if is_pretrained and highest > _FINE_TUNING:
         usual = "experiment=finetune-full has 2e-5, experiment=finetune-lora 2e-4"
-        _log.warning("a learning rate of %g is high for weights that are trained already: %s", highest, usual)
+        text = "a learning rate of %g is high for weights that are trained already: %s"
+        _log.warning(text, highest, usual, extra=ON_ALL_RANKS)
 
 
 def _is_pretrained(config: RunConfig, model: nn.Module) -> bool:
@@ -338,7 +339,8 @@ def _schedule_of(stated: Stated, given: Any, optimizers: Sequence[Optimizer]) ->
             averages stand for a schedule.
     """
     node, total_steps = stated.config.schedule, stated.total_steps
-    _warn_of_rates(optimizers, is_pretrained=_is_pretrained(stated.config, stated.model))
+    if total_steps:
+        _warn_of_rates(optimizers, is_pretrained=_is_pretrained(stated.config, stated.model))
     if not total_steps:
         return Constant(total_steps=0)
     peak = built_with(optimizers[0].param_groups[0]) if stated.optimizers else stated.config.optim.lr
@@ -346,7 +348,8 @@ def _schedule_of(stated: Stated, given: Any, optimizers: Sequence[Optimizer]) ->
         node if given is None else given, total_steps=total_steps, peak=peak, optimizers=stated.optimizers
     )
     if given is None and any(hasattr(one.step, "_wrapped_by_lr_sched") for one in stated.optimizers):  # torch's mark
-        _log.warning("a scheduler was made over the optimizer, and nothing steps it: give it as schedule=")
+        text = "a scheduler was made over the optimizer, and nothing steps it: give it as schedule="
+        _log.warning(text, extra=ON_ALL_RANKS)
     free = [type(one).__name__ for one in optimizers if has_two_weights(one)]
     if not free:
         return schedule

@@ -23,11 +23,14 @@ PACKAGE = logging.getLogger("distaccum")
 class _Stderr(logging.Handler):
     """Writes to whatever ``sys.stderr`` is at that moment: it is redirected while Hydra composes a job."""
 
-    def __init__(self, level: int, layout: str) -> None:
+    def __init__(self, level: int, layout: str, *, is_main: bool) -> None:
         super().__init__(level)
+        self._is_main = is_main
         self.setFormatter(logging.Formatter(layout))
 
     def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_main and hasattr(record, "on_all_ranks"):
+            return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
         except Exception:
@@ -50,7 +53,7 @@ def log_to_stderr(rank: int, *, verbose: bool) -> Iterator[None]:
         PACKAGE: f"distaccum: {f'rank {rank}: ' if rank else ''}%(message)s",
         logging.root: f"{f'[rank {rank}] ' if rank else ''}%(levelname)s %(name)s: %(message)s",
     }
-    handlers = {logger: _Stderr(level, layout) for logger, layout in layouts.items()}
+    handlers = {logger: _Stderr(level, layout, is_main=rank == 0) for logger, layout in layouts.items()}
     before = {logger: (logger.level, logger.propagate) for logger in layouts}
     for logger, handler in handlers.items():
         logger.addHandler(handler)

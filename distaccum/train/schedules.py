@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from distaccum.config.checks import require_choice
-from distaccum.errors import ConfigError
+from distaccum.errors import ON_ALL_RANKS, ConfigError
 
 _log = logging.getLogger(__name__)
 _TRIAL = 10  # updates of a warm-up of which nothing is said: the run is one of a few updates
@@ -154,7 +154,8 @@ class _Warmup:
             raise ConfigError("schedule.warmup_steps", steps, "negative", "Use 0 or more updates")
         share = _ratio("warmup_ratio", ratio)
         if steps is not None and steps > _TRIAL and 10 * steps > total_steps > 0:
-            _log.warning("schedule.warmup_steps=%d is more than a tenth of the run's %d updates", steps, total_steps)
+            text = "schedule.warmup_steps=%d is more than a tenth of the run's %d updates"
+            _log.warning(text, steps, total_steps, extra=ON_ALL_RANKS)
         self.steps = round(share * total_steps) if steps is None else steps
 
     def __call__(self, step: int) -> float:

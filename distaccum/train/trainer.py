@@ -32,9 +32,9 @@ from distaccum.train.components import build_components
 from distaccum.train.evaluate import EvaluationMetric
 from distaccum.train.failure import group_timeout
 from distaccum.train.metrics.loggers import Logger
+from distaccum.train.rates import built_with, name_of
 from distaccum.train.run import Launch, Start, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.schedule import built_with, name_of
 
 
 class Trainer:

@@ -34,6 +34,8 @@ def _walk(section: str, folder: Path) -> str:
             whole = [sys.executable, *program, *arguments]
             done = subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
+            assert "LOAD REPORT" not in done.stderr
+            assert "train" in arguments or "learning rate" not in done.stderr
     return done.stdout
 
 

@@ -418,6 +418,8 @@ REPRODUCIBLE: dict[str, Any] = {"numerics": "reproducible"}
         ({"deterministic": "often"}, "deterministic"),
         ({"checkpoint": {"every": True}}, "checkpoint.every=True: is no interval"),
         ({"trainer": {"eval_every": "epochs"}}, "trainer.eval_every=epochs: is no interval. Give a whole number"),
+        ({"trainer": {"eval_every": 1e3}}, "trainer.eval_every=1000.0: is no interval. Write 1000"),
+        ({"trainer": {"max_steps": 1e3}}, "trainer.max_steps=1000.0: not of type int or None. Write 1000"),
         ({"callbacks": {"_target_": "own.Stop", "loss": 1}}, "callbacks._target_=own.Stop: has no name. Put a name"),
         ({"callbacks": {"mine": "own.Stop"}}, "callbacks.mine=own.Stop: names no class. Write callbacks.mine._target_"),
         ({"schedule": "cosin"}, "schedule=cosin: no such schedule; did you mean cosine"),

@@ -129,7 +129,7 @@ def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
         (("a.csv", "text,label\na,x\nb,y\n"), {"max_length": 2}, "data.max_length", "at least 3"),
         (("a.csv", "text,label\na,x\nb,y\n"), {"vocab_size": 258}, "data.vocab_size", "too few for all bytes"),
         (("a.csv", "text,label\na,x\nb,y\n"), {"label": "text"}, "data.label", "the column of the texts too"),
-        (("a.csv", "text,label\na,x\nb,y\n"), {"tokenizer": "/no/such"}, "data.tokenizer", "cannot be loaded"),
+        (("a.csv", "text,label\na,x\nb,y\n"), {"tokenizer": "/no/such"}, "data.tokenizer", "no such folder"),
         (("a.parquet", b"PAR1"), {}, "data.path", r"cannot be read as Parquet \(.*\)\. Give a whole Parquet file"),
         (("a.csv", "text,label,w\na,x,1\nb,y,\n"), {"weights": "w"}, "data.weights", "line 3 of .* has '' there"),
         (("a.csv", "text,label,w\na,x,1\nb,y,2\n"), {"weights": "ww"}, "data.weights", "is no file, and no column"),
@@ -182,12 +182,7 @@ CHAT_ROW, CHATS, WHOLE = {"messages": TURNS}, {"messages": "messages"}, {"comple
 
 # Rows; what is stated; the sample, "%" and "$" its begin and end; and under each "^" what is learned.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "chat": (
-        CHAT_ROW,
-        CHATS,
-        "[u]Hi;[a]Yo;[u]And;[a]Bye;",
-        "         ^^^          ^^^^",
-    ),
+    "chat": (CHAT_ROW, CHATS, "[u]Hi;[a]Yo;[u]And;[a]Bye;", "         ^^^          ^^^^"),
     "chat of other columns and roles": (
         {"said": [*say("s:Be", "u:Hi", "a:Yo"), {"role": "tool", "content": "a:no", "name": None}]},
         {"messages": "said"},
@@ -212,12 +207,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "Hi,Yo;And,Bye;",
         "   ^^^    ^^^^",
     ),
-    "chat that is cut": (
-        CHAT_ROW,
-        CHATS | {"max_length": 11},
-        "[u]Hi;[a]Yo",
-        "         ^^",
-    ),
+    "chat that is cut": (CHAT_ROW, CHATS | {"max_length": 11}, "[u]Hi;[a]Yo", "         ^^"),
     "prompt and completion": (PAIR, {}, "%Hi Yo$", "    ^^^"),
     "completions alone": (PAIR, {"prompt": None, "max_length": 2}, "%Y", " ^"),
     "prompt and completion as messages": (
@@ -226,12 +216,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "[u]Hi;[a]Yo;[u]And;[a]Bye;",
         "                      ^^^^",
     ),
-    "template": (
-        QUESTION,
-        {"template": r"Q: {q}\nA: {a}!", "completion": "a"},
-        "%Q: one\nA: 1!$",
-        "           ^^^",
-    ),
+    "template": (QUESTION, {"template": r"Q: {q}\nA: {a}!", "completion": "a"}, "%Q: one\nA: 1!$", "           ^^^"),
     "template that is learned whole": (
         QUESTION,
         {"template": r"{{{q}}} \\n", "completion": None},

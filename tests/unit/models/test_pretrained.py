@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,10 @@ def test_a_configuration_alone_gives_random_weights_of_the_seed(folder: Path) ->
         assert all(torch.equal(value, other[name]) for name, value in made[0].items())
 
 
-def test_a_head_that_the_folder_lacks_is_refused_until_it_is_named(folder: Path) -> None:
+def test_a_head_that_the_folder_lacks_is_refused_until_it_is_named(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     task = {"task": "sequence_classification", "options": {"num_labels": 3}}
     with pytest.raises(ConfigError, match=r"has no score.weight.*model.fresh=\[score\.\*\]"):
         pretrained(name=str(folder), **task)
@@ -68,13 +72,14 @@ def test_a_head_that_the_folder_lacks_is_refused_until_it_is_named(folder: Path)
     assert model.get_parameter("score.weight").shape == (3, 16)
     with pytest.raises(ConfigError, match=r"fits no weight that is missing"):
         pretrained(name=str(folder), **task, fresh=["score.*", "classifier.*"])
+    assert "score.weight" not in caplog.text  # transformers' table of what is missing
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"task": "causal"}, r"no such task.*causal_lm"),
-        ({"name": "nowhere/at-all/no"}, r"has no configuration"),
+        ({"name": "nowhere/at-all/no"}, r"^model\.name=nowhere/at-all/no: no such folder\. Give one that is there"),
         ({"options": {"hiden_size": 8}}, r"model.options.hiden_size.*no such setting.*hidden_size"),
         ({"from_config": True, "fresh": ["score.*"]}, r"model\.fresh"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.errors import ON_ALL_RANKS
 from distaccum.train import run_log
 from distaccum.train.run_log import RunLog, log_to_stderr
 
@@ -176,8 +177,8 @@ PACKAGE = logging.getLogger("distaccum")
 @pytest.mark.parametrize(
     ("rank", "verbose", "expected"),
     [
-        (0, False, "distaccum: a warning\n"),
-        (0, True, "distaccum: an information\ndistaccum: a warning\n"),
+        (0, False, "distaccum: a warning\ndistaccum: the same on all\n"),
+        (0, True, "distaccum: an information\ndistaccum: a warning\ndistaccum: the same on all\n"),
         (3, False, "distaccum: rank 3: a warning\n"),
         (3, True, "distaccum: rank 3: a warning\n"),
     ],
@@ -187,6 +188,7 @@ def test_what_a_rank_shows(rank: int, verbose: bool, expected: str, capsys: pyte
     with log_to_stderr(rank, verbose=verbose):
         OURS.info("an information")
         OURS.warning("a warning")
+        OURS.warning("the same on all", extra=ON_ALL_RANKS)
     assert capsys.readouterr() == ("", expected)
     assert (PACKAGE.level, PACKAGE.propagate, PACKAGE.handlers) == before
 

@@ -15,7 +15,7 @@ from distaccum.accumulation.step import Outcome
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.callbacks import Run
-from distaccum.train.schedule import make_schedule
+from distaccum.train.rates import make_schedule
 from distaccum.train.schedules import WSD, Constant, Cosine, Linear
 from tests.support.runs import settings
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from distaccum.accumulation.tracker import Schedule
 from distaccum.config.instantiate import build, signature_of, target_of
-from distaccum.errors import ConfigError
+from distaccum.errors import ON_ALL_RANKS, ConfigError
 from distaccum.program import TORCH_SCHEDULE, load
 
 _log = logging.getLogger(__name__)
@@ -100,4 +100,5 @@ def _check_factors(schedule: Any, name: str, total_steps: int, peak: float) -> N
         highest = max(highest, factor)
     if highest <= _SMALL and peak != 1.0:
         rate = "the highest factor of schedule=%s is %g, so that the highest rate is %g: %s"
-        _log.warning(rate, name, highest, highest * peak, "a schedule gives a factor of the rate, not the rate")
+        problem = "a schedule gives a factor of the rate, not the rate"
+        _log.warning(rate, name, highest, highest * peak, problem, extra=ON_ALL_RANKS)
