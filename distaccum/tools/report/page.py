@@ -213,7 +213,11 @@ def _slowest(runs: Sequence[Run]) -> str:
                 ratios.setdefault(int(rank), []).append(ratio)
         of = f" of {run.name}" if len(runs) > 1 else ""
         rows = [
-            [f"rank {rank}", f"{len(found):,}", f"{min(found):.2f} to {max(found):.2f} x"]
+            [
+                f"rank {rank}",
+                f"{len(found):,}",
+                " to ".join(dict.fromkeys(f"{one:.2f}" for one in (min(found), max(found)))) + " x",
+            ]
             for rank, found in sorted(ratios.items(), key=lambda one: -len(one[1]))
         ]
         if rows:
@@ -390,13 +394,13 @@ def written(value: Any, form: str) -> str:
         while abs(size) >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  of a unit in the next
             size, unit = size / 1024, unit + 1
         return f"{size:.4g} {_UNITS[unit]}"
-    if form == "share":
-        return f"{value:.2%}"
-    if form == "seconds":
-        return _duration(value)
+    if form in ("share", "seconds"):
+        return f"{value:.2%}" if form == "share" else _duration(value)
     if float(value).is_integer() and abs(value) < 1e15:  # noqa: PLR2004  beyond which a float skips whole numbers
         return f"{int(value):,}"
-    return f"{value:,.0f}" if form == "count" and value >= 1000 else f"{value:.6g}"  # noqa: PLR2004
+    if form == "count" and value >= 1000:  # noqa: PLR2004
+        return f"{value:,.0f}"
+    return f"{value:.{4 if form == 'count' else 6}g}"
 
 
 def _duration(seconds: float) -> str:

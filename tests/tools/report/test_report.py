@@ -17,7 +17,7 @@ import pytest
 from distaccum.errors import ConfigError
 from distaccum.tools.report import command
 from distaccum.tools.report.columns import columns, thinned
-from distaccum.tools.report.page import page
+from distaccum.tools.report.page import page, written
 from distaccum.tools.report.read import read_runs
 from tests.support.commands import ROOT
 from tests.tools.report.files import Page, a_run, record
@@ -75,8 +75,9 @@ def test_what_people_ask_first_is_named(tmp_path: Path) -> None:
     assert run["best"]["eval_loss"]["at"][:2] == [2, 16]
     assert "slowest_rank" not in run["y"].keys() | found.rows("last").keys()
     table = next(rows for rows in found.tables.values() if rows[0] == ["rank", "records", "time over the median"])
-    slow = [["rank 1", "2", "1.12 to 1.50 x"], ["rank 2", "2", "1.25 to 1.62 x"], ["rank 0", "1", "1.38 to 1.38 x"]]
+    slow = [["rank 1", "2", "1.12 to 1.50 x"], ["rank 2", "2", "1.25 to 1.62 x"], ["rank 0", "1", "1.38 x"]]
     assert table[1:] == slow
+    assert [written(rate, "count") for rate in (168.72612, 1687.2612)] == ["168.7", "1,687"]
 
 
 @pytest.mark.parametrize(
