@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import isclose, isnan, log2, nan, prod
 from typing import Any
 
@@ -18,7 +19,7 @@ from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
 from distaccum.verification.expected import CLOSING
 
 _PAIR, _MOST, _SCALE = 2, 256, 256.0  # the nodes that are looked at; the least that a loss scaler multiplies by
-_MEAN, _SUM = 1, 2  # torch's numbers of reductions
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 _KEEPS = r"(ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze|NanToNum|Mean|Sum)Backward\d"  # the value of one element
 _JOINS = r"(Stack|Cat|Index\w+|Scatter\w*|Segment\w*|Cumsum)Backward\d|.*Backward"  # rows, or nobody knows what
 _LAYER = r"(Addmm|Mm|Bmm|Convolution|Embedding|\w*Loss\w*)Backward\d|torch::autograd::AccumulateGrad"
@@ -30,16 +31,20 @@ class _Term:
 
     factor: float = 1.0
     divisors: tuple[float, ...] = ()  # in the factor
+    multipliers: tuple[float, ...] = ()
     scale: float = 1.0  # in the factor, from fp32 tensors such as a loss scaler's
     kind: str = ""
     mean: bool = False
     items: float = 0.0  # that are reduced; torch counts labels by the weights of their classes
     shape: tuple[int, ...] = ()  # of what is reduced
     labels: bool = False
+    of_samples: bool = False  # not of weights alone
 
     def times(self, factor: float, *, divisor: float = 1.0, scale: float = 1.0) -> _Term:
         divisors = self.divisors if divisor == 1.0 else (*self.divisors, divisor)
-        return replace(self, factor=self.factor * factor / divisor, divisors=divisors, scale=self.scale * scale)
+        by = self.multipliers if factor in (1, -1) else (*self.multipliers, abs(factor))
+        scales = self.scale * scale
+        return replace(self, factor=self.factor * factor / divisor, divisors=divisors, multipliers=by, scale=scales)
 
 
 class Means:
@@ -76,11 +81,19 @@ class Means:
                 by the number of micro-batches, or multiplied by a loss scale; on all ranks.
         """
         steps, own, shares = len(self._noted), list[str](), list[tuple[str, float, str]]()
+        counts, factors = dict[str, list[float]](), dict[str, set[tuple[float, ...]]]()
+        for name, count, terms in chain.from_iterable(self._noted):
+            counts.setdefault(name, []).append(count)
+            factors.setdefault(name, set()).add(tuple(term.factor for term in terms))
+        totals = world.all_gather_object({name: sum(given) for name, given in counts.items()})
         parts = {"micro-batches": steps, "ranks": world.size, "micro-batches on all ranks": steps * world.size}
         for i, losses in enumerate(self._noted if steps == len(self._counts) else []):
             for name, count, terms in losses:
                 where = f"the loss {name!r} of micro-batch {i} on rank {world.rank} "
-                problem = _forgotten(terms, count) or _factored(terms, count, parts)
+                changing = len(set(counts[name])) > 1 and len(factors[name]) == 1
+                labels = {"labels in the window": sum(of_rank.get(name, 0) for of_rank in totals)}
+                numbers = parts | (labels if all(term.labels for term in terms) else {})
+                problem = _forgotten(terms, count, changing=changing) or _factored(terms, count, numbers)
                 own += [where + problem] if problem else []
                 shares.append((name, *_share(terms, count, where)))
         told = world.all_gather_object((own[:1], shares))
@@ -112,6 +125,8 @@ def _read(root: Any) -> list[_Term]:
             left.append((_same_value(given[0]), outer))
         elif (value := _same_value(node)) is not node:
             left.append((value, outer))
+        elif name in ("MeanBackward0", "SumBackward0") and (pieces := _pieces(given[0])):
+            left += [(one, outer.times(1, divisor=prod(_shape(given[0])) if name[0] == "M" else 1)) for one in pieces]
         elif len(given) == 1 and (by := _factor(node, name)):
             number, scales = float(by), isinstance(by, Tensor) and by.dtype is float32
             by_it = outer.times(1, divisor=number) if name[0] == "D" else outer.times(number, scale=number**scales)
@@ -137,6 +152,12 @@ def _same_value(node: Any) -> Any:
     return node
 
 
+def _pieces(node: Any) -> list[Any]:
+    """The losses of one element each that are stacked or joined to a vector; empty where it is none of such."""
+    found = _inputs(node) if re.fullmatch(r"(Stack|Cat)Backward\d", node.name()) else []
+    return found if all(prod(_shape(one)) == 1 for one in found) else []
+
+
 def _factor(node: Any, name: str) -> Any:
     """The one number, or tensor of one, that a loss is multiplied or divided by; None where it is none."""
     kind, of_other = re.sub(r"Backward\d$", "", name), node.next_functions[0][0] is not None
@@ -154,14 +175,16 @@ def _saved(node: Any, name: str) -> Any:
 def _reduction(node: Any, name: str, given: Sequence[Any], outer: _Term) -> _Term:
     """The term that ends in a node: a loss function of torch's, a mean or a sum."""
     kind, reduction = re.sub(r"Backward\d*$", "", name), getattr(node, "_saved_reduction", None)
-    mean, labels = reduction == _MEAN or kind == "Mean", hasattr(node, "_saved_total_weight")
+    one = reduction == _NONE and prod(_shape(node)) == 1  # the loss of one sample, which is its mean
+    mean, labels = one or reduction == _MEAN or kind == "Mean", hasattr(node, "_saved_total_weight")
     if not given or not (mean or reduction == _SUM or kind == "Sum") or (kind == "Mean" and _joins_rows(given[0])):
         return outer
     shape = _shape(given[0])
-    items = _saved(node, "total_weight") if labels else float(prod(shape))
+    items = _saved(node, "total_weight") if labels and not one else float(prod(shape[:1] if one else shape))
     if items is None or (isinstance(items, Tensor) and items.dtype.itemsize < float32.itemsize):  # wrong from 256 on
         return outer
-    return replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels)
+    own = kind not in ("Mean", "Sum") or _of_samples(given[0])
+    return replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels, of_samples=own)
 
 
 def _joins_rows(node: Any) -> bool:
@@ -179,6 +202,19 @@ def _joins_rows(node: Any) -> bool:
     return True
 
 
+def _of_samples(node: Any) -> bool:
+    """Whether it is computed by some layer, and not from weights element by element."""
+    left = [node]
+    for _ in range(_MOST):
+        if not left:
+            return False
+        node = left.pop()
+        if re.fullmatch(_LAYER, node.name()) and "AccumulateGrad" not in node.name():
+            return True
+        left += _inputs(node)
+    return True
+
+
 def _unsmoothed(terms: list[_Term]) -> list[_Term]:
     """One term in place of the two by which torch smooths the labels of a cross entropy."""
     if len(terms) == _PAIR:
@@ -188,33 +224,50 @@ def _unsmoothed(terms: list[_Term]) -> list[_Term]:
     return terms
 
 
-def _forgotten(terms: Sequence[_Term], count: float) -> str:
+def _forgotten(terms: Sequence[_Term], count: float, *, changing: bool = False) -> str:
     """A mean over what was counted, which nothing multiplies by the count."""
+    each = len(terms) > 1 and sum(term.mean for term in terms) >= count  # a mean for each sample
     mixed = all(term.mean for term in terms) and _close(sum(term.factor for term in terms), 1.0)  # as of two labels
-    means = [term for term in terms if _is_mean(term, count, mixed)]
+    means = [term for term in terms if _is_mean(term, count, changing or mixed)]
     if not means or count < _PAIR:  # of one sample, or once a micro-batch
         return ""
-    if len(terms) > 1 and not (len(terms) % count and any(term.labels and term.items == count for term in means)):
-        return ""  # a mean for each sample, or of something else
+    heads = len(terms) > 1 and not len(terms) % count and not any(term.mean for term in means)  # a mean of sums
+    if (each and not mixed) or heads:
+        return ""
+    if sum(term.items for term in means) <= 1:
+        return ""
     return (
-        f"is a mean ({means[0].kind}, over {means[0].items:g}) and was given as the sum over a count of {count:g}, "
-        'which divides it a second time: write acc.backward(loss, count, reduction="mean"); where a function returns '
-        'it, reduction="sum" or da.from_mean(mean, count)'
+        f"is a mean ({means[0].kind}, over {sum(term.items for term in means) if each else means[0].items:g}) and was "
+        f"given as the sum over a count of {count:g}, which divides it a second time: write "
+        'acc.backward(loss, count, reduction="mean"); where a function returns it, reduction="sum" or '
+        "da.from_mean(mean, count)"
     )
 
 
-def _is_mean(term: _Term, count: float, mixed: bool) -> bool:
+def _is_mean(term: _Term, count: float, changing: bool) -> bool:
+    """Whether nothing multiplies a mean over samples, or over labels, by their count, nor by a share or multiple of it.
+
+    Args:
+        term: of a loss.
+        count: of its micro-batch.
+        changing: whether another micro-batch has another count, and the same factors; or these are shares of 1.
+    """
+    factor = abs(term.factor)
     if term.mean:
-        known = term.kind != "Mean" or count in (term.items, *term.shape[:1])
-        return known and term.items > 1 and (mixed or _close(abs(term.factor), 1.0))
-    features = (*term.shape[1:], prod(term.shape[1:]))  # by whose number a sum over samples may be divided
-    samples = not term.labels and count not in features and (count in term.shape[:1] or term.items % count > 0)
-    return (
-        (term.items == count or samples)
-        and count > _PAIR
-        and count in term.divisors
-        and _close(abs(term.factor) * count, 1.0)
-    )
+        known = term.kind != "Mean" or (term.of_samples and count in (term.items, *term.shape[:1]))
+    else:
+        features = (*term.shape[1:], prod(term.shape[1:]))  # by whose number a sum over samples may be divided
+        samples = not term.labels and count not in features and (count in term.shape[:1] or term.items % count > 0)
+        known = (term.items == count or samples) and term.of_samples and count > _PAIR and count in term.divisors
+        factor *= count
+    multiplied = any(_close(by, count) for by in term.multipliers)
+    weighed = factor < 1 and (changing or (_is_short(factor) and not _is_short(factor / count)))
+    return known and not multiplied and (weighed or _close(factor, 1.0))
+
+
+def _is_short(number: float) -> bool:
+    """Whether a number has two digits at most, as people write the weight of a loss."""
+    return _close(float(f"{number:.2g}"), number)
 
 
 def _factored(terms: Sequence[_Term], count: float, parts: Mapping[str, int]) -> str:
@@ -226,8 +279,8 @@ def _factored(terms: Sequence[_Term], count: float, parts: Mapping[str, int]) ->
         return f"is multiplied by {scale:g}, as scaler.scale(loss) does, and nothing divides it again: {remedy}"
     for what, number in parts.items():
         if terms and number >= _PAIR and all(_divides(number, term, count, len(terms)) for term in terms):
-            remedy = f"leave the division by {number} out, as the count of the whole window divides it"
-            return f"is divided by {number}, as many as there are {what}: {remedy}"
+            remedy = f"leave the division by {number:g} out, as the count of the whole window divides it"
+            return f"is divided by {number:g}, as many as there are {what}: {remedy}"
     return ""
 
 
@@ -240,7 +293,8 @@ def _divides(number: int, term: _Term, count: float, terms: int) -> bool:
 
 def _share(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str]:
     """What a label weighs in a loss that is one mean of labels, else NaN; and in words that the count is not theirs."""
-    term = terms[0] if len(terms) == 1 else _Term()
+    weighed = [term for term in terms if term.labels and not _close(term.items, round(term.items))]
+    term = terms[0] if len(terms) == 1 else weighed[0] if weighed else _Term()  # others may be means of other things
     if not (term.labels and term.mean and term.items):
         return nan, ""
     each, rows, told = term.items / count, prod(term.shape[:1] + term.shape[2:]), ""

@@ -46,6 +46,12 @@ class Forward:
     def mse(self, **options: Any) -> Tensor:
         return F.mse_loss(self.first, self.soft, **options)
 
+    def loop(self) -> list[Tensor]:
+        return [F.cross_entropy(one, label) for one, label in zip(self.logits, self.labels, strict=True)]
+
+    def smooth(self) -> Tensor:
+        return -0.3 * self.first.log_softmax(1).sum() / (self.samples * CLASSES)
+
     def each(self) -> Tensor:
         """The loss of each token, ``(B, T)``."""
         return self.ce(reduction="none").view(self.labels.shape)
@@ -78,6 +84,9 @@ RIGHT: dict[str, Program] = {
     "a weighed sum": lambda f: (0.5 * f.mse(reduction="sum"), f.samples),
     "a weighed mean": lambda f: (0.5 * f.mse(), f.samples, "mean"),
     "half of a square": lambda f: (f.mse() / 2, f.samples, "mean"),
+    "a mean over as many features as samples": lambda f: (f.mse() / SAMPLES, f.samples, "mean"),
+    "a mean of weights": lambda f: (f.ce1(reduction="sum") + 0.1 * f.head.repeat(2, 1).pow(2).mean(), f.samples),
+    "a mean of a loop of samples": lambda f: (torch.stack(f.loop()).mean(), f.samples, "mean"),
     "bits": lambda f: (f.ce() / math.log(2), f.tokens, "mean"),
     "weights that are all 1": lambda f: (f.ce(weight=torch.ones(CLASSES)), f.tokens, "mean"),
     "weights, counted": lambda f: (f.ce1(weight=WEIGHT), float(WEIGHT[f.of_samples].sum()), "mean"),
@@ -94,10 +103,7 @@ RIGHT: dict[str, Program] = {
     "a mean of features": lambda f: (f.first.pow(2).sum(0).mean(), f.samples),
     "as many features as samples": lambda f: (square(f).pow(2).sum(0).mean(), f.samples),
     "a mean for each sample": lambda f: (sum(f.each().mean(1)), f.samples),  # type: ignore[arg-type]
-    "a loop of samples": lambda f: (
-        sum(F.cross_entropy(one, label) for one, label in zip(f.logits, f.labels, strict=True)),
-        f.samples,
-    ),
+    "a loop of samples": lambda f: (sum(f.loop()), f.samples),
     "means of sums": lambda f: (torch.stack([f.ce1(reduction="sum")] * SAMPLES).mean(), f.samples),
     "chunks": lambda f: (
         sum(
@@ -152,6 +158,18 @@ WRONG: dict[str, tuple[Program, str]] = {
         _TWICE,
     ),
     "forgotten, rows": (lambda f: (f.ce(), f.samples), _TWICE),
+    "forgotten, half of a square": (lambda f: (0.5 * f.mse(), f.samples), _TWICE),
+    "forgotten, weighed": (lambda f: (0.25 * f.ce(), f.tokens), _TWICE),
+    "forgotten, a loop of samples": (lambda f: (torch.stack(f.loop()).mean(), f.samples), _TWICE),
+    "forgotten, a sum of a loop": (lambda f: (sum(f.loop()) / SAMPLES, f.samples), _TWICE),
+    "forgotten, two stacked": (lambda f: (torch.stack([f.ce1(), f.mse()]).mean(), f.samples), _TWICE),
+    "forgotten, smoothed by hand": (
+        lambda f: (0.7 * f.ce1(reduction="sum") / f.samples + f.smooth(), f.samples),
+        _TWICE,
+    ),
+    "divided, by the window's": (lambda f: (f.ce1(reduction="sum") / 24, f.samples), "is divided by 24, as many as"),
+    "forgotten, beside a sum": (lambda f: (f.ce1(reduction="sum") + f.mse(), f.samples), _TWICE),
+    "forgotten, an auxiliary": (lambda f: (f.ce1(reduction="sum") + 0.1 * f.first.pow(2).mean(), f.samples), _TWICE),
     "divided": (lambda f: (f.ce() / 4, f.tokens, "mean"), _DIVIDED),
     "divided, a sum": (lambda f: (f.ce(reduction="sum") / 4.0, f.tokens), _DIVIDED),
     "divided, two": (lambda f: ((f.ce1() + 0.1 * f.mse()) / 4, f.samples, "mean"), _DIVIDED),
@@ -160,6 +178,7 @@ WRONG: dict[str, tuple[Program, str]] = {
     "scaled, unknown": (lambda f: (Doubled.apply(f.ce()) * SCALE, f.tokens, "mean"), _SCALED),
     "class weights": (lambda f: (f.ce1(weight=WEIGHT), f.samples, "mean"), _OTHER),
     "class weights, times": (lambda f: (f.ce1(weight=WEIGHT) * f.samples, f.samples), _OTHER),
+    "class weights, beside another": (lambda f: (f.ce1(weight=WEIGHT) + f.mse(), f.samples, "mean"), _OTHER),
     "rows for tokens": (lambda f: (f.ce(), f.samples, "mean"), _OTHER),
     "padding, too": (lambda f: (f.ce(), f.labels.numel(), "mean"), _OTHER),
     "before the shift": (
