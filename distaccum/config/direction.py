@@ -25,8 +25,11 @@ _BEHIND = {
     *("char", "character", "word", "token", "class", "sample", "pixel", "macro", "micro", "weighted", "mean", "avg"),
     *("average", "median", "sum", "total", "overall", "all", "eval", "val", "dev", "test", "train", "l", "lsum"),
 }
-# With one of these in front a score is turned over, as 1-accuracy: nobody guesses.
-_TURNED = {"negative", "neg", "minus", "inverse", "false", "to", "until", "1"}
+# With one of these in front a score is turned over, or is another thing, as 1-accuracy or std_accuracy: nobody guesses.
+_TURNED = {
+    *("negative", "neg", "minus", "inverse", "false", "to", "until", "1", "non", "not", "no", "std", "stddev", "var"),
+    *("variance", "delta", "diff", "difference", "gap", "drop", "ratio", "of", "improvement", "reduction"),
+}
 _WORDS = re.compile(r"[a-z]+[0-9]*|(?<![a-z0-9])1(?=-)")
 _NUMBERED = {"f", "r"}  # letters that are a metric's name with a number alone: f1, r2
 
@@ -37,7 +40,8 @@ def known_mode(metric: str) -> str | None:
     Of ``eval_f1/cat``, a number for a class, the metric's name tells.
     """
     metric = metric.partition("/")[0] if metric.startswith("eval_") else metric
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric)  # valAccuracy
+    spelt = metric.replace("mAP", "map").replace("IoU", "Iou")
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", spelt)  # valAccuracy
     words = _WORDS.findall(spaced.lower().replace("cross_entropy", "crossentropy"))
     for word in [] if _TURNED.intersection(words) else reversed(words):
         bare = word.rstrip("0123456789")

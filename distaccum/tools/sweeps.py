@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
+from distaccum.config.direction import known_mode
 from distaccum.config.schema import as_typed, names_of
 from distaccum.errors import ConfigError, NoObjectiveError, near_misses, shorten
 from distaccum.train.metrics.loggers import OF_RECORDS, records_of
@@ -95,10 +96,12 @@ class Sweep:
         """States the objective that a sweeper takes by default, so that a run which has none is refused.
 
         Raises:
-            ConfigError: as :func:`require_same_choice`.
+            ConfigError: as :func:`require_same_choice` and :func:`check_direction`.
         """
         if self.tried and config.get("objective") is None:
             config["objective"] = DEFAULT
+        if self.tried:
+            check_direction(self._hydra.sweeper.get("direction"), config["objective"])
         if self._runs_many and config.get("resume") == "auto":
             require_same_choice(swept(as_typed(self._hydra.overrides.task), sys.argv[1:]), run_dir)
 
@@ -112,6 +115,25 @@ class Sweep:
         """
         found = objective_of(config.get("objective"), evaluation, run_dir.metrics)
         return require_finite(found, config["objective"]) if self.tried else found
+
+
+def check_direction(direction: Any, objective: str | Sequence[str]) -> None:
+    """Refuses a sweep that would look for the worst run: Optuna's sweeper minimizes where nothing is stated.
+
+    Args:
+        direction: ``minimize`` or ``maximize``, or one for each objective; None: the sweeper has none.
+        objective: one name, or several.
+
+    Raises:
+        ConfigError: the name of an objective says that its other values are better.
+    """
+    ways = direction if isinstance(direction, Sequence) and not isinstance(direction, str) else [direction]
+    for name, way in zip(names_of(objective), ways, strict=False):
+        stated, known = str(way).rpartition(".")[2], known_mode(name)
+        if stated in ("minimize", "maximize") and known is not None and not stated.startswith(known):
+            size = "larger" if known == "max" else "smaller"
+            problem = f"and objective={name} is better where it is {size}"
+            raise ConfigError("hydra.sweeper.direction", stated, problem, f"State {known}imize for it")
 
 
 # What a run returns to a sweeper: its last ``eval_loss``, or the numbers that ``objective`` names.

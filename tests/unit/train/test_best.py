@@ -19,7 +19,7 @@ from distaccum.config.direction import known_mode
 from distaccum.config.schema import RunConfig
 from distaccum.errors import ConfigError, NoObjectiveError
 from distaccum.tools import export
-from distaccum.tools.sweeps import objective_of, require_finite
+from distaccum.tools.sweeps import check_direction, objective_of, require_finite
 from distaccum.train.checks import check_results
 from tests.support.runs import settings
 
@@ -37,7 +37,6 @@ class Score:
         """Looks at nothing."""
 
     def compute(self) -> Tensor:
-        """The next one."""
         return torch.tensor(self.given.pop(0))
 
     def reset(self) -> None:
@@ -69,7 +68,6 @@ def test_the_best_one_is_kept_beside_the_newest(gloo_world: Any, tmp_path: Path)
 
 
 def _given(folder: Path | None, callbacks: Any = (), **config: Any) -> tuple[Trainer, nn.Module]:
-    """A trainer that has not trained."""
     model, data = nn.Linear(4, 3), DataSpec(train=DATA, eval_dataset=DATA)
     settings = {"batch": {"global_size": 4, "micro_size": 4}, "metrics": {"wandb": {"mode": "disabled"}}} | config
     given: Any = {"config": RunConfig.from_dict(settings), "callbacks": callbacks, "run_dir": folder}
@@ -175,13 +173,23 @@ def test_a_name_that_says_nothing_needs_a_mode(gloo_world: Any, tmp_path: Path) 
         _train(tmp_path, 2, SCORES, callbacks=[EarlyStopping(metric="eval_score")])
 
 
+def test_a_sweep_for_the_worst_is_refused() -> None:
+    for direction, objective in {"minimize": "eval_loss", None: "eval_accuracy", "maximize": "tokens_per_s"}.items():
+        check_direction(direction, objective)
+    for wrong in (("Direction.minimize", "eval_accuracy"), (["minimize", "maximize"], ["eval_loss", "eval_loss"])):
+        with pytest.raises(
+            ConfigError, match=r"hydra\.sweeper\.direction=m\w+: and objective=eval_\w+ is better where"
+        ):
+            check_direction(*wrong)
+
+
 def test_what_a_name_says() -> None:
     for mode, names in {
         "min": "loss eval_news_loss loss_first bits_per_byte cross_entropy mean_squared_error accuracy_loss wer",
         "max": "eval_top5_accuracy accuracy_top5 f1_macro f1-score r2 map50 rougeLsum valAccuracy bleu_score "
-        "accuracy_per_class",
+        "accuracy_per_class eval_mAP mIoU",
         None: "loss_scale lr score accuracy_std negative_log_likelihood false_positive_rate f r entropy accuracy_gap "
-        "eval_map_cost 1-ssim time_to_accuracy recall_latency",
+        "eval_map_cost 1-ssim time_to_accuracy recall_latency std_accuracy eval_delta_f1 non_accuracy",
     }.items():
         assert {name: known_mode(name) for name in names.split()} == dict.fromkeys(names.split(), mode)
 
