@@ -25,11 +25,11 @@ def position_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> t
 
 
 def has_grown(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
-    """Whether two positions differ in how much data there is, and in nothing else."""
-    amount = {"samples", "tokens in all samples"}
-    return "samples" in saved.keys() & current.keys() and bool(
-        amount >= {key for key in saved.keys() | current.keys() if saved.get(key) != current.get(key)} > set()
-    )
+    """Whether two positions differ in how much data there is, and in nothing else; the data's weights go with it."""
+    before, now = (str(one.get("seed")).partition(", of weights")[:2] for one in (saved, current))
+    amount = {"samples", "tokens in all samples", *(["seed"] if before == now and now[1] else [])}
+    differs = {key for key in saved.keys() | current.keys() if saved.get(key) != current.get(key)}
+    return "samples" in saved.keys() & current.keys() and amount >= differs > {"seed"} & differs
 
 
 class DataCursor:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, TypeVar, cast
 from weakref import finalize
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from distaccum.data.batches import map_tensors
 from distaccum.data.spec import MapDataset, WorkerOptions
@@ -134,11 +135,19 @@ def _seeded(key: int, ids: list[int], epoch: int | None = None) -> list[int]:
 
 
 def told_of_epochs(dataset: Any) -> list[Any]:
-    """What has a ``set_epoch``: the dataset, or else those in torch's ``Subset`` or ``ConcatDataset``."""
-    if hasattr(dataset, "set_epoch"):
-        return [dataset]
-    inside = [dataset.dataset] if isinstance(dataset, Subset) else getattr(dataset, "datasets", ())
-    return [one for each in (inside if isinstance(inside, list | tuple) else ()) for one in told_of_epochs(each)]
+    """What has a ``set_epoch``: the dataset, or else those in its attributes, and in lists and mappings there."""
+    known, waiting, found = dict[int, Any](), [dataset], list[Any]()
+    while waiting and len(known) < _MOST_NESTED:
+        one = waiting.pop(0)
+        if id(one) in known or not hasattr(type(one), "__getitem__") | hasattr(type(one), "__iter__"):
+            continue
+        known[id(one)] = one
+        if hasattr(one, "set_epoch"):
+            found.append(one)
+            continue
+        waiting += getattr(one, "__dict__", {}).values()
+        waiting += islice(one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple) else (), 100)
+    return found
 
 
 def tell_epoch(dataset: Any, epoch: int) -> None:
@@ -152,6 +161,7 @@ _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
 _ENDS_WITHIN_S = 2.0
+_MOST_NESTED = 1000  # objects of a dataset that are looked at
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
 
 

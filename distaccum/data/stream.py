@@ -68,10 +68,11 @@ class IterableWindowLoader(WindowLoader):
     ) -> None:
         self._stream, self._plan, self._world, self._seed = stream, plan, world, seed
         dataset = getattr(stream, "dataset", None)
-        if getattr(stream, "persistent_workers", False) and hasattr(dataset, "set_epoch"):
+        told = loading_processes.told_of_epochs(dataset)
+        if getattr(stream, "persistent_workers", False) and told:
             remedy = "Leave it out: processes are then started for each epoch, after set_epoch()"
-            problem = f"set_epoch() of {type(dataset).__name__} does not reach the copies in processes that persist"
-            require(is_hugging_face(dataset), "loader", "persistent_workers=True", problem, remedy)
+            problem = f"set_epoch() of {type(told[0]).__name__} does not reach the copies in processes that persist"
+            require(all(map(is_hugging_face, told)), "loader", "persistent_workers=True", problem, remedy)
         self._clock = WaitClock(world.device)
         self._size = BatchSize(plan.micro_batch_size, batch_size)
         self._may_repeat = may_repeat
@@ -253,7 +254,7 @@ class IterableWindowLoader(WindowLoader):
         """The open iterator, or a new one from the start of the epoch that is to be opened."""
         if self._to_open is not None:
             epoch, self._to_open = self._to_open, None
-            _call_if_there(self._stream, "set_epoch", epoch)
+            loading_processes.tell_epoch(self._stream, epoch)
             if self._resumed is None:
                 self._taken, self._began = 0, {}
             generators, own = RNGState.capture(), getattr(self._stream, "generator", None)
@@ -345,10 +346,3 @@ def _owner_of_state(stream: Any) -> Any:
         return stream
     dataset = getattr(stream, "dataset", None)
     return dataset if hasattr(dataset, "state_dict") and not _workers_of(stream) else None
-
-
-def _call_if_there(stream: Any, name: str, value: int) -> None:
-    for owner in (stream, getattr(stream, "dataset", None)):
-        if hasattr(owner, name):
-            getattr(owner, name)(value)
-            return

@@ -48,6 +48,19 @@ class Augmented:
         return torch.tensor([index, *numbers, self.epoch], dtype=torch.float64)
 
 
+class Within:
+    """A dataset of one's own around others."""
+
+    def __init__(self, parts: list[Augmented]) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.parts[0][index]
+
+
 class Noted:
     """Samples that are noted when they are loaded, in whichever process."""
 
@@ -115,7 +128,9 @@ def test_what_samples_draw_is_neither_constant_nor_repeated(whole: Drawn) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [Augmented, lambda: Subset(Augmented(), range(SAMPLES))], ids=["itself", "subset"])
+@pytest.mark.parametrize(
+    "make", [Augmented, lambda: Subset(Augmented(), range(SAMPLES)), lambda: Within([Augmented()])]
+)
 def test_a_dataset_knows_its_epoch_from_the_middle_of_one_on(gloo_world: World, make: Any, workers: int) -> None:
     found = _epochs(_loader(gloo_world, make(), workers=workers), gloo_world, 1, 1)
     assert all(row[4] == epoch for epoch, _, window in found for row in window)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets, interleave_datasets
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -154,7 +154,8 @@ def test_another_number_of_processes_is_refused_in_the_middle_of_an_epoch(kind: 
         )
 
 
-def test_processes_that_persist_are_refused_where_they_would_not_hear_of_epochs(gloo_world: World) -> None:
-    stream = DataLoader(Persistent(), batch_size=2, num_workers=1, persistent_workers=True)
+@pytest.mark.parametrize("data", [Persistent(), ChainDataset([Persistent()])])
+def test_processes_that_persist_are_refused_where_they_would_not_hear_of_epochs(data: Any, gloo_world: World) -> None:
+    stream = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
     with pytest.raises(ConfigError, match=r"persistent_workers=True: set_epoch\(\) of Persistent does not reach"):
         _loader(stream, gloo_world)

@@ -15,6 +15,7 @@ from torch import nn
 from distaccum import DataSpec, Trainer
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig
+from distaccum.data.cursor import has_grown
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -159,6 +160,12 @@ def test_more_data_begin_with_the_next_epoch(
     run(64, 10, 2, resume_allow=["data"])  # eight windows
     assert sorted(i for batch in found for i in batch) == list(range(64))
     assert "with other samples from the next epoch on" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_weights_of_samples_grow_with_the_data_alone() -> None:
+    before = {"samples": 40, "seed": "0, of weights 1 (a hash)"}
+    others = [(64, "0, of weights 2"), (64, "1, of weights 2"), (64, "0"), (40, "0, of weights 2")]
+    assert [has_grown(before, {"samples": number, "seed": seed}) for number, seed in others] == [True, *[False] * 3]
 
 
 @pytest.mark.parametrize("then", ["frozen", "thawed"])
