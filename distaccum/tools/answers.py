@@ -163,11 +163,28 @@ def _chat(tokenizer: Any, values: Sequence[Any]) -> Tokens:
     learned = [i for i in turns if i >= first and messages[i].get("weight", 1)]
     if not learned:
         raise ValueError("there is no message of the role 'assistant' to learn")
-    if learned == turns and _MARKED.search(tokenizer.get_chat_template()):
-        found = _rendered(tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return found["input_ids"], list(map(bool, found["assistant_masks"]))
     text = _rendered(tokenizer, messages)
+    for i, one in enumerate(messages, 1):
+        if isinstance(one["content"], list) and str(one["content"]) in text:
+            problem = "its content is a list, which the chat template writes as Python shows it"
+            raise ValueError(f"message {i}: {problem}: give one text, or a template that takes lists")
+    if learned == turns and _MARKED.search(tokenizer.get_chat_template()):
+        return _within(tokenizer, *_marked(tokenizer, messages))
     return _within(tokenizer, text, list(_turns(tokenizer, messages, learned, text)))
+
+
+def _marked(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, Sequence[tuple[int, int]]]:
+    """What the template writes, and where its ``generation`` blocks begin and end.
+
+    Transformers' own mask finds no end of a block whose last character is in no token, as blanks of many tokenizers.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415  for chats alone
+
+    options = {"chat_template": tokenizer.get_chat_template(), **tokenizer.special_tokens_map}
+    there = [{key: value for key, value in one.items() if value is not None} for one in messages]
+    rendered: Any = render_jinja_template([there], return_assistant_tokens_mask=True, **options)
+    (text,), (spans,) = rendered
+    return text, spans
 
 
 def _message(one: Any, number: int) -> dict[str, Any]:

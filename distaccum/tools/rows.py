@@ -75,6 +75,9 @@ def read_rows(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _csv_rows(path: str, file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     rows = csv.DictReader(file, delimiter=delimiter, strict=True)  # strict: else a stray quote swallows lines silently
     try:
+        names = rows.fieldnames or ()
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise unreadable(path, rows.line_num, f"two columns have the name {twice[0]!r}")
         for row in rows:
             if None in row:
                 names = ", ".join(rows.fieldnames or ())

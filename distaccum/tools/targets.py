@@ -59,8 +59,11 @@ def targets(
     several = problem == "multi_label"
     listed = [_names(path, line, column, text) if several else [text] for line, text in stated]
     found = {name for names in listed for name in names}
+    if blank := sorted(name for name in found if name != name.strip() and name.strip() in found):
+        problem = f"has {blank[0]!r} and {blank[0].strip()!r} in {path}"
+        raise ConfigError("data.label", column, problem, "Take the blanks out, or they are two classes")
     numbers = all(re.fullmatch(r"-?\d+", name) for name in found)
-    known = tuple(map(str, classes)) or tuple(sorted(found, key=int if numbers else str))
+    known = tuple(map(str, classes)) or tuple(sorted(found, key=lambda name: (int(name) if numbers else 0, name)))
     if others := found.difference(known):
         remedy = "Name every class, or leave it out"
         raise ConfigError("data.classes", list(known), f"has no {shorten(sorted(others))}, which {path} has", remedy)

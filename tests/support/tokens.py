@@ -15,12 +15,12 @@ ROLES = {"s": "system", "u": "user", "a": "assistant"}
 
 
 def save_tokenizer(folder: Path, chat_template: str | None = CHAT) -> str:
-    """Saves it, and gives the folder."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: PLC0415  an optional extra
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     model = Tokenizer(models.WordLevel({one: i for i, one in enumerate(CHARACTERS)}, unk_token="$"))  # noqa: S106
-    model.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    each = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("\t", "removed"), each])
     marks = {"bos_token": "%", "eos_token": "$", "chat_template": chat_template}
     PreTrainedTokenizerFast(tokenizer_object=model, **marks).save_pretrained(folder)
     return str(folder)

@@ -121,6 +121,8 @@ def test_a_saved_tokenizer_can_be_named(tmp_path: Path) -> None:
         (("a.csv", "text,label\na,x\n ,y\n"), {}, "data.path", "line 3: there is no text or number in column 'text'"),
         (("a.jsonl", '{"text": "a", "label": [1]}'), {}, "data.path", "line 1: there is no text or number in column"),
         (("a.csv", "text,label\na,x\nb,c,y\n"), {}, "data.path", "line 3: it has more fields than the columns text"),
+        (("a.csv", "text,text,label\na,b,x\n"), {}, "data.path", "line 1: two columns have the name 'text'"),
+        (("a.csv", "text,label\na,x\nb, x\n"), {}, "data.label", "has ' x' and 'x' in .* Take the blanks out"),
         (("a.csv", 'text,label\na,x\n"b,y\n'), {}, "data.path", "line 3: unexpected end of data"),
         (("a.jsonl", '{"text": "a", "label": 1}\n{"text"'), {}, "data.path", "line 2: Expecting ':'"),
         (("a.jsonl", "[1]"), {}, "data.path", "line 1: it is no JSON object"),
@@ -171,7 +173,7 @@ def test_weights_are_a_column_or_a_file(tmp_path: Path) -> None:
 # Samples of which answers alone are learned: their characters and what is learned of them, written by hand.
 
 PREFILLED = CHAT.replace("{{ m.content }}", "{{ '~' if loop.last and m.role == 'assistant' }}{{ m.content }}")
-MARKED = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }};{% endgeneration %}"
+MARKED = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }};\t{% endgeneration %}"
 MARKED += "{% else %}{{ m.content }},{% endif %}{% endfor %}"
 PICKY = "{{ raise_exception('no roles') }}"
 LOUD = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")
@@ -235,6 +237,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, CHATS, f"{NO_ROLE}role, content"),
     ({"messages": ["Hi"]}, CHATS, f"{NO_ROLE}'Hi'"),
     ({"messages": "Hi"}, CHATS, "line 1: there is no list of messages in column 'messages'"),
+    ({"messages": [{"role": "user", "content": [1]}, TURNS[1]]}, CHATS, "message 1: its content is a list, which the"),
     ({"prompt": "Hi", "completion": TURNS}, {}, f"{NO_ROLE}'H'"),
     (CHAT_ROW, CHATS | {"chat_template": LOUD}, "does not tell where message 2 begins or ends: mark answers"),
     (CHAT_ROW, CHATS | {"chat_template": PICKY}, "line 1: the chat template refuses its messages: no roles"),
