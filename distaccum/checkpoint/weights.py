@@ -16,6 +16,9 @@ from distaccum.engines.modules import clean, is_meta, shard_like, to_local
 from distaccum.engines.state import is_extra, kind_of, model_state, set_extra_state, to_bytes
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
+# What holds all numbers of its kind, or a type that checkpoints have in its place.
+_WIDE = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.complex128)
+
 
 class InModel(Mapping[str, Tensor]):
     """The tensors of files under every name that they have in a model.
@@ -153,6 +156,9 @@ def check(
         if not is_extra(name) and given.kind(name) != kind_of(tensor.dtype):
             problem = f"has {name} as {given.kind(name)}, and the model as {kind_of(tensor.dtype)} ({tensor.dtype})"
             raise ConfigError(key, path, problem, "Give both one kind of number: a cast would change what it says")
+        if not is_extra(name) and tensor.dtype not in _WIDE and not _holds(tensor.dtype, given[name]):
+            problem = f"has numbers in {name} that {tensor.dtype} does not hold"
+            raise ConfigError(key, path, problem, "Give the model the type that it was trained with")
     for group in given.ties:
         stored = list(dict.fromkeys(given.stored(name) for name in group if name in given))
         for name in stored[1:]:
@@ -160,6 +166,14 @@ def check(
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
                 raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
     return Differences(missing=tuple(absent), unexpected=tuple(unknown))
+
+
+def _holds(dtype: torch.dtype, value: Tensor) -> bool:
+    """Whether a cast to a narrow type makes nothing else of a whole number, and of no finite one an infinite one."""
+    found = value.to(dtype)
+    if dtype.is_floating_point:
+        return torch.equal(found.float().isfinite(), value.float().isfinite())
+    return bool((found == value).all())
 
 
 def _check_globs(key: str, globs: Sequence[str], names: Iterable[str]) -> None:

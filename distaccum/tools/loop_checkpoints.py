@@ -83,8 +83,8 @@ class LoopCheckpoints:
         accumulator, world = self._accumulator, self._world
         store = CheckpointStore(folder / _CHECKPOINTS, keep=0)
         path = Path(_agreed(world, lambda: _newest(store)))
-        self._known.add(folder)
         if not path.name:
+            self._known.add(folder)
             _log.info("%s has no checkpoint yet: the loop begins anew", folder)
             return 0
         saved = checkpoint.read(path)
@@ -106,6 +106,7 @@ class LoopCheckpoints:
             if name in own:
                 own[name].load_state_dict(kept)
         own.update(values["values"])
+        self._known.add(folder)
         accumulator.replicas.saved = path
         note = "" if continued else "; on another number of ranks: what draws outside of micro-steps draws anew"
         _log.info("resuming %s, saved on %d ranks%s", path, saved.world_size, note)

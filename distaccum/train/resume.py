@@ -62,6 +62,9 @@ def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedSta
     if saved is None:
         return None
     path, readable = saved.folder, saved.run.optimizer_format == BY_PARAMETER
+    if (path / "loop-0.pt").is_file():
+        problem = f"{path} is of Accumulator.save(), and keeps what a Trainer has no place for"
+        raise ConfigError("resume", config.resume, problem, f"Use acc.resume() in its loop, or init_from={path}")
     if config.resume == "auto" and not readable:
         problem = f"cannot resume {path}: its optimizer state is {saved.run.optimizer_format}, this run's would be "
         remedy = f"Continue with that engine and world, or begin another run from its weights with resume={path}"

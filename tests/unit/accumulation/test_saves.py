@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from distaccum import Accumulator
+from distaccum import Accumulator, CrossEntropy, Trainer
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
@@ -24,6 +25,7 @@ from distaccum.tools.loop_checkpoints import _own_of
 from tests.support.accumulators import weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
+SIZES: Any = {"global_batch_size": 4, "micro_batch_size": 2}
 DATA: Any = [torch.tensor([float(i), 1.0]) / (8 if i != 5 else 0) for i in range(16)]  # one window is not finite
 
 
@@ -99,7 +101,12 @@ def _of_a_trainer(folder: Path, world: World) -> None:
         (path / "loop-0.pt").unlink()
         manifest = path / "manifest.json"
         manifest.write_text("".join(line for line in manifest.read_text().splitlines(True) if "loop" not in line))
-    _make(world).resume(folder)
+    acc = _make(world)
+    with suppress(CheckpointError):
+        acc.resume(folder)
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        acc.save(folder)
+    acc.resume(folder)
 
 
 def _within_a_window(folder: Path, world: World) -> None:
@@ -117,6 +124,11 @@ def _on_other_sizes(folder: Path, world: World) -> None:
 REFUSED: dict[str, tuple[Callable[[Path, World], object], type[Exception], str]] = {
     "none is whole": (_none_whole, CheckpointError, r"no whole checkpoint to resume from \(step-1, step-2\)\. Restore"),
     "a Trainer's": (_of_a_trainer, CheckpointError, r"no checkpoint of Accumulator\.save\(\), but of a Trainer"),
+    "a Trainer that goes on": (
+        lambda folder, _: Trainer(nn.Linear(2, 1), CrossEntropy(), DATA, resume="auto", run_dir=folder, **SIZES).fit(),
+        ConfigError,
+        r"resume=auto: .*step-2 is of Accumulator\.save\(\), .*\. Use acc\.resume\(\) in its loop, or init_from=",
+    ),
     "another run's folder": (
         lambda folder, world: _run(_make(world), 1, folder),
         ConfigError,

@@ -289,6 +289,15 @@ def test_a_load_keeps_the_kind_of_a_number(
         engine.load_state(replace(whole_state(engine, gloo_world), model=given))
 
 
+@pytest.mark.parametrize(("stored", "own", "value"), [("int64", "int32", 3e9), ("float32", "float16", 1e6)])
+def test_a_load_into_a_narrow_type_keeps_the_number(stored: str, own: str, value: float, tmp_path: Path) -> None:
+    model, file = nn.Linear(2, 2), tmp_path / "model.safetensors"
+    model.register_buffer("extra", torch.ones(3, dtype=getattr(torch, own)))
+    save_file(model.state_dict() | {"extra": torch.tensor([1, 2, value], dtype=getattr(torch, stored))}, file)
+    with pytest.raises(ConfigError, match=rf"has numbers in extra that torch\.{own} does not hold\. Give the model"):
+        weights.check(model, file)
+
+
 def test_native_types_stay_readable_for_others(gloo_world: World, tmp_path: Path) -> None:
     path = _saved(tmp_path, gloo_world, _engine(gloo_world, Odd()))
     found = load_file(path / "model.safetensors")
