@@ -6,14 +6,19 @@ The Trainer's methods are thin: what is promised, and what is raised, their docs
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, cast
 
 from torch import Tensor, cat, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from distaccum.checkpoint import weights
 from distaccum.checkpoint.store import find, verify
@@ -38,6 +43,7 @@ from distaccum.train.failure import reason_of
 
 Function = Callable[[nn.Module, Any], Any]
 """From a model and a batch on the device to what is predicted: tensors of a row a sample."""
+_BLOCKS, _POLL_S, _GRACE_S = count(), 0.5, 5.0
 _SAY = "say what to predict: trainer.predict(dataset, lambda model, batch: ...), tensors with a row for each sample"
 
 
@@ -143,7 +149,7 @@ def predict(components: TrainingComponents, world: World, dataset: Any, function
             if engine.facts.forward_communicates:  # the other ranks are within a forward
                 raise
             error = problem
-    told = world.all_gather_object(([] if error else own, error and reason_of(world.rank, error)))
+        told = world.all_gather_object(([] if error else own, error and reason_of(world.rank, error)))
     reasons = [reason for _, reason in told if reason]
     if error or reasons:
         raise error or PeerError(reasons[0], "while this rank predicted")
@@ -265,7 +271,7 @@ class AtRest:
     def at_work(self) -> Iterator[None]:
         """Around forwards: the model is on this rank's device, and computes in the run's precision; a collective."""
         model = self.unwrapped_model
-        with whole(model):
+        with _heard(self._world) if self._world.size > 1 else nullcontext(), whole(model):
             if not self.facts.forward_communicates:
                 model.to(self.device)
                 for parameter in model.parameters():
@@ -276,6 +282,35 @@ class AtRest:
             finally:
                 apply_precision(model, FP32, self.device)
                 reshard(model)
+
+
+@contextmanager
+def _heard(world: World) -> Iterator[None]:
+    """Within the block a rank that fails ends the others, which wait for it in a collective that nothing interrupts.
+
+    They end in words and with exit code 1, unless they leave the block by themselves within seconds.
+    """
+    store, key, ended = cast(Any, _get_default_store()).clone(), f"distaccum/inference/{next(_BLOCKS)}", Event()
+
+    def listen() -> None:
+        with suppress(RuntimeError):  # the store is gone, and so is the launcher
+            while not ended.wait(_POLL_S):
+                if store.check([key]) and not ended.wait(_GRACE_S):
+                    why = f"{store.get(key).decode()}; rank {world.rank}, which waited for it, ends with it"
+                    sys.stderr.write(f"distaccum: {why}\n")
+                    sys.stderr.flush()
+                    os._exit(1)
+
+    thread = Thread(target=listen, name="peers", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        store.set(key, reason_of(world.rank, error))
+        raise
+    finally:
+        ended.set()
+        thread.join()
 
 
 def reshard(model: nn.Module) -> None:

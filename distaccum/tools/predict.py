@@ -233,6 +233,8 @@ def main() -> None:
     if out.suffix not in (".jsonl", ".csv"):
         shown = f"out={out if out.name else ''}"
         parser.exit(2, f"{parser.prog}: {shown}: no file to write to. Use out=predictions.jsonl or .csv\n")
+    if not out.parent.is_dir():
+        parser.exit(2, f"{parser.prog}: out={out}: there is no folder {out.parent}\n")
     if not given.run.is_dir():
         parser.exit(2, f"{parser.prog}: {given.run}: there is no such run\n")
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, succeed
+from tests.support.commands import ROOT, run, succeed
 
 WORKER = Path(__file__).parent / "workers" / "inference.py"
 
@@ -30,3 +30,9 @@ def test_a_trainer_predicts_each_sample_once_in_order_with_the_weights_it_has(
     for away in json.loads((tmp_path / "results.json").read_text()).values():
         assert list(away) == ["step-3", "step-1 of 3", "step-4", "step-1 of 4"]
         assert max(away.values()) < 1e-6
+
+
+def test_a_rank_that_fails_in_a_forward_of_shards_ends_those_that_wait_for_it(tmp_path: Path) -> None:
+    done = run(tmp_path, world=2, script=WORKER, timeout=90, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    assert "rank 1: ZeroDivisionError: division by zero; rank 0, which waited for it, ends with it" in done.stderr

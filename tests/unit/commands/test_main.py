@@ -159,6 +159,7 @@ def test_an_unknown_flag_is_named(
         ("export NOWHERE FILE", 2, "NOWHERE: there is no such folder"),
         ("predict NOWHERE out=x.csv", 2, "NOWHERE: there is no such run"),
         ("predict NOWHERE", 2, "out=: no file to write to. Use out=predictions.jsonl or .csv"),
+        ("predict NOWHERE out=NOWHERE/a.csv", 2, "out=NOWHERE/a.csv: there is no folder NOWHERE"),
         ("report NOWHERE", 2, "configuration error: RUN=NOWHERE: no such folder"),
         ("wandb-upload NOWHERE", 1, "NOWHERE: no run"),
         ("launch NOWHERE.py --nproc=2", 2, "PROGRAM=NOWHERE.py: no such file. Name a Python file, or use -m"),
