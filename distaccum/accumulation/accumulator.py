@@ -445,9 +445,9 @@ class Accumulator:
             MisuseError: it is not the current window, one of its micro-batches was taken, or the accumulator has no
                 ``count``.
         """
-        window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         if window is not self._open or not self._counts_beforehand:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
+        window.expect(Phase.OPEN, "step()", "give it a window of which no micro-batch was taken")
         records = window.proof.records if window.proof else None
         second, by_micro_batch, run = None, None, loss
         if is_window_loss(loss):
@@ -508,9 +508,9 @@ class Accumulator:
             VerificationError: it is not a sum over what it counts; on all ranks. The gradient is compared before the
                 window's step.
         """
-        window.expect(Phase.OPEN, "verify()", "give it a window of which no micro-batch was taken")
         if window is not self._open:
             refuse("verify()", "with another window", "give it the current one")
+        window.expect(Phase.OPEN, "verify()", "give it a window of which no micro-batch was taken")
         if is_window_loss(loss):
             remedy = "call acc.step(window, loss), which runs the window: its first one proves its gradient"
             refuse("verify()", "with a loss that compares the samples of a window", remedy)

@@ -96,14 +96,13 @@ class Restarting:
         engine = self._engine
         if not is_out_of_memory(error):
             raise error
-        if engine.activity.phase is Phase.STEP or not plan.micro_batches:  # weights may have moved; or nothing is cut
-            raise error
-        if isinstance(loss, InOrder):  # of the whole window
-            raise out_of_memory(error, engine.world) from error
-        if engine.restart is Restart.REFUSED:
+        stepped = engine.activity.phase is Phase.STEP  # weights may have moved
+        whole = stepped or not plan.micro_batches or isinstance(loss, InOrder)  # nothing is cut
+        if engine.restart is Restart.REFUSED and not whole:
             shape = shape_of(plan.micro_batches[engine.activity.done].batch)
             self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))
-            raise error
+        if whole or engine.restart is Restart.REFUSED:
+            raise out_of_memory(error, engine.world) from error
         return (str(error).splitlines() or [type(error).__name__])[0]
 
     def _mark(self, plan: Window, loss: Loss, said: str) -> None:

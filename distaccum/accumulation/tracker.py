@@ -292,7 +292,7 @@ class ProgressTracker:
     def _forgive(self, given_up: Sequence[str], *, here: bool) -> None:
         """Takes a window for skipped that is NaN because some rank has given it up, perhaps this one."""
         if given_up and not here:
-            self.skips_in_a_row, self._fatal = self.skips_in_a_row - 1, None
+            self.skips_in_a_row, self._fatal = max(self.skips_in_a_row - 1, 0), None  # 0 where the loss scale falls
             self._progress = replace(self._progress, nonfinite=self._progress.nonfinite - 1)
         if given_up and self._world.is_main:
             _log.warning("%s: no rank has stepped on it", "; ".join(given_up))

@@ -113,14 +113,23 @@ def require_type(key: str, value: object, hint: Any) -> None:
 
     A bool is no number, a whole number that fits is a float too, and a tuple is a list.
     """
-    remedy = _as_whole(value) if int in (hint, *get_args(hint)) else ""
-    remedy = remedy or "Give a value of the type named"
-    require(_is_of(value, hint), key, value, f"not of type {_written(hint)}", remedy)
+    if not _is_of(value, hint):
+        raise ConfigError(key, value, f"not of type {_written(hint)}", as_yaml_has_it(value))
 
 
-def _as_whole(value: object) -> str:
-    """How a number such as 1e3, which YAML and Python read as a fraction, is written as a whole one; else nothing."""
-    return f"Write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+_TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmb]?)")
+
+
+def as_yaml_has_it(value: object, otherwise: str = "Give a value of the type named") -> str:
+    """The remedy for a value of another type: null for none, 64000 for 64k, 1000 for 1e3."""
+    text = str(value).lower()
+    if text in ("none", "nil", "off"):
+        return "Write null for none"
+    found = _SHORT_NUMBER.fullmatch(text)
+    if found and (number := float(found[1]) * _TIMES[found[2]]).is_integer():
+        return f"Write {number:.0f}"
+    return otherwise
 
 
 def require_annotated(group: str, settings: Any) -> None:
@@ -165,7 +174,8 @@ def require_count(key: str, value: int | None, *, least: int = 0, off: str = "")
 def require_interval(key: str, value: object, *, off: str) -> None:
     """A number of updates, 0 for what ``off`` says, or ``epoch``."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    remedy = _as_whole(value) or f"Give a whole number of updates, {EPOCH} for the end of each, or {off}"
+    remedy = f"Give a whole number of updates, {EPOCH} for the end of each, or {off}"
+    remedy = as_yaml_has_it(value, remedy) if str(value)[:1].isdigit() else remedy  # 0, and not null, is off
     require(whole or is_one_of((EPOCH,), value), key, value, "is no interval", remedy)
 
 

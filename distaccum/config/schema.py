@@ -6,7 +6,6 @@ a ``_target_``; everything else is typed here and checked in ``__post_init__``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from distaccum.config.checks import (
     REPRODUCIBLE,
     ROLLBACK,
     Node,
+    as_yaml_has_it,
     is_one_of,
     require,
     require_annotated,
@@ -292,24 +292,9 @@ def translate(error: oc.OmegaConfBaseException, node: Mapping[str, Any] | None =
         case oc.UnsupportedValueType():
             return ConfigError(key, value, first_line, "Give a number, a text, a list or a mapping")
         case oc.ValidationError():
-            return ConfigError(key, value, first_line, _as_yaml_has_it(value))
+            return ConfigError(key, value, first_line, as_yaml_has_it(value))
         case _:
             return ConfigError(key or "configuration", value, first_line, "Correct this value")
-
-
-def _as_yaml_has_it(value: Any) -> str:
-    """The remedy for a value of another type: null for none, 64000 for 64k, 1000 for 1e3."""
-    text = str(value).lower()
-    if text in ("none", "nil", "off"):
-        return "Write null for none"
-    found = _SHORT_NUMBER.fullmatch(text)
-    if found and (number := float(found[1]) * _TIMES[found[2]]).is_integer():
-        return f"Write {number:.0f}"
-    return "Give a value of the type named"
-
-
-_TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmb]?)")
 
 
 def unknown_key(key: str, value: object, engine: str, known: Iterable[str] = ()) -> ConfigError:

@@ -74,7 +74,8 @@ def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
 
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
+_TASKS = {"SLURM_STEP_NUM_TASKS": "srun"} | dict.fromkeys(_OF_MPI, "mpirun")
 GROUP_TIMEOUT = timedelta(minutes=30)
 AUTO, NCCL, GLOO = "auto", "nccl", "gloo"
 BACKENDS = (AUTO, NCCL, GLOO)

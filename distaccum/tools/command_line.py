@@ -376,7 +376,7 @@ def _said_by_argparse(arguments: Sequence[str]) -> str:
 
 def _no_such_option(error: MissingConfigException, message: str) -> ConfigError:
     group, _, option = str(error.missing_cfg_file or "").rpartition("/")
-    options = list(error.options or [])
+    options = list(error.options or sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))  # none in lists
     if group == "hydra/launcher" and option.startswith("submitit"):
         return ConfigError(
             group, option, "Hydra's submitit launcher is not installed", f"Run {install_command('slurm')}"

@@ -19,6 +19,7 @@ MISTAKES = {
     ),
     "another library's decimal": (["optim.clip_norm=none"], ["optim.clip_norm=none", "Write null for none"]),
     "thousands": (["batch.global_size=64k"], ["batch.global_size=64k", "Write 64000"]),
+    "a thousand steps": (["trainer.max_steps=1e3"], ["trainer.max_steps=1000.0", "Write 1000"]),
     "misspelt group": (["optimm=sgd"], ["optimm=sgd", "did you mean optim"]),
     "not a number": (["optim.lr=abc"], ["optim.lr=abc", "Float", "Give a value of the type"]),
     "negative rate": (["optim.lr=-1"], ["optim.lr=-1.0", "positive finite", "Use a value"]),

@@ -26,7 +26,6 @@ PARTS = 2  # compiled: the model's, or the code that its blocks share, and the l
 
 
 def _every(engine: str, backend: str) -> list[str]:
-    """All cells of it."""
     if engine.startswith("deepspeed"):
         return [f"gradient,{engine},{backend},fp32"]
     tasks = ("gradient,fp32", "gradient,bf16", "resume,fp32", "slope,fp32")

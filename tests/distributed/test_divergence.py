@@ -26,7 +26,6 @@ DEEPSPEED = {"warm": "deepspeed", "DS_ACCELERATOR": "cpu"}
 
 
 def moving(folder: Path, what: str, step: int) -> list[str]:
-    """The callback's settings."""
     settings = {"_target_": "tests.support.diverging.Moves", "what": what, "step": step, "once": folder / "moved"}
     return [f"+callbacks.moves.{key}={value}" for key, value in settings.items()]
 

@@ -79,7 +79,6 @@ def hold(found: Sequence[Mapping[str, Any]], engine: str) -> None:
 
 
 def launch(*cells: str) -> Any:
-    """What each rank found."""
     return answer("edits", *cells, warm="deepspeed", timeout=250)
 
 

@@ -25,7 +25,6 @@ OVER_BF16 = [Cell(engine, 2, "ragged", "bfloat16") for engine in ENGINES if engi
 
 
 def _found(cells: Sequence[Cell], timeout: float = 150) -> dict[Cell, list[Found]]:
-    """What each rank found."""
     (world,) = {cell.world for cell in cells}
     asked = [asdict(cell) for cell in cells]
     ranks = answer("lora", asked=asked, world=world, timeout=timeout, warm="deepspeed")

@@ -18,7 +18,6 @@ MICRO_BATCHES = {"1": [1, 1], "4": [4, 4], "16": [16, 16], "ragged": [0, 1]}  # 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The figures of each rank."""
     path = tmp_path_factory.mktemp("counts")
     succeed(path, world=len(RANKS), script=WORKER, PYTHONPATH=str(ROOT))
     return [json.loads((path / f"{rank}.json").read_text()) for rank in RANKS]

@@ -19,7 +19,6 @@ RUN = "ddp-1"
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """One cheap run, recorded twice."""
     folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     for folder in folders:
         replay.record(folder, ROOT, [RUN])

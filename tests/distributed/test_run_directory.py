@@ -61,7 +61,6 @@ def _start(folder: Path, *more: str, **extra: str) -> subprocess.Popen[str]:
 
 
 def _await_records(folder: Path) -> None:
-    """Until a few windows are logged."""
     until(lambda: logged(folder) > 3)
 
 

@@ -119,7 +119,6 @@ def test_hydras_own_sweep_runs_what_it_lists(tmp_path: Path) -> None:
 
 
 def _experiment() -> str:
-    """The file of the page."""
     page = (ROOT / "docs" / "trackers.md").read_text()
     found = re.search(r"`my_runs/experiment/small.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)
     assert found is not None

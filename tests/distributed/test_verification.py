@@ -116,7 +116,6 @@ def test_a_right_run_is_verified_at_every_stage_of_deepspeed() -> None:
 
 
 def cells_said(cells: list[Any], world: int) -> dict[Any, list[str]]:
-    """What the proofs of these cells log."""
     chosen = [cell for cell in cells if cell.world == world]
     warm = "deepspeed" if isinstance(chosen[0], engine_matrix.Cell) else "distaccum"
     asked = [asdict(cell) for cell in chosen]

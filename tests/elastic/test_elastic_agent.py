@@ -73,7 +73,6 @@ class Job:
         return found
 
     def close(self) -> None:
-        """Ends everything, the stores too."""
         for agent in self.agents:
             agent.kill()
             agent.communicate()

@@ -274,7 +274,6 @@ _KEPT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "applied", "skipp
 
 
 def rows(root: Path) -> list[dict[str, Any]]:
-    """The records, without times."""
     try:
         lines = (root / "metrics.jsonl").read_bytes().splitlines()
     except FileNotFoundError:

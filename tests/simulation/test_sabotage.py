@@ -44,7 +44,6 @@ Cells = list[tuple[Plan, list[Attempt]]]
 
 
 def _cells(*faults: Fault, plan: Plan = PLAN, damages: tuple[Damages, ...] = ()) -> Cells:
-    """A cell for each fault."""
     return [(plan, [Attempt(faults=(fault,), damages=damages)]) for fault in faults]
 
 

@@ -68,7 +68,6 @@ def micro_batches(rank: int, number: int, *, even: bool) -> list[Batch]:
 
 
 def tokens_of(batches: list[Batch]) -> int:
-    """Of all ranks."""
     number = torch.tensor(sum(map(count, batches)))
     dist.all_reduce(number)
     return int(number)
@@ -95,7 +94,6 @@ class Rig:
         self.batches = micro_batches(self.rank, sum(self.windows), even=self.even)
 
     def each(self) -> Iterator[list[Batch]]:
-        """The micro-batches of each window."""
         at = 0
         for number in self.windows:
             yield self.batches[at : at + number]
@@ -149,7 +147,6 @@ class Micro:
 
     @property
     def tokens(self) -> int:
-        """Of the window, on all ranks."""
         return tokens_of(self.window)
 
     @property
@@ -306,7 +303,6 @@ LOOPS: dict[str, Act] = {
 
 
 def told(report: Any) -> dict[str, Any]:
-    """An audit's report in JSON."""
     findings = [
         {"right": one.right, "causes": [cause.name for cause in one.causes], "error": one.error}
         for one in report.findings

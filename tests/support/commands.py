@@ -155,24 +155,20 @@ def until(
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def logged(run_dir: Path) -> int:
-    """The records that there are."""
     file = run_dir / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of ``metrics.jsonl``."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def status(run_dir: Path) -> dict[str, Any]:
-    """``status.json``."""
     found: dict[str, Any] = json.loads((run_dir / "status.json").read_text())
     return found

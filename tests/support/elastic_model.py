@@ -465,7 +465,6 @@ class Model:
         return self._put(world, number, member)
 
     def _leave(self, world: World, number: int, member: Member) -> World:
-        """Leaves the group and reports."""
         if member.entered == HAND_OVER and not self.rules.stages_the_state:
             taking = self._source(world.views[member.generation], world.reports[member.generation])[1]
             if number in taking:

@@ -115,7 +115,6 @@ def _tensors(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def undisturbed(folder: Path, *arguments: str) -> Path:
-    """A run of one process."""
     done = run(*BASE, *arguments, f"hydra.run.dir={folder}", PYTHONPATH=str(ROOT), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -160,7 +159,6 @@ class Job:
         return "".join(self._log(number).read_text() for number in range(len(self.agents)))
 
     def logs(self) -> str:
-        """What is in the logs of the ranks."""
         return "".join(file.read_text() for file in sorted(self.folder.glob("logs/rank-*.log")))
 
     def views(self) -> list[int]:
@@ -208,7 +206,6 @@ class Job:
         return self.agents[0].returncode
 
     def close(self) -> None:
-        """Ends all that is left of the run."""
         for agent in self.agents:
             with suppress(ProcessLookupError):
                 agent.kill()

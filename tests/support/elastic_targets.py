@@ -203,11 +203,9 @@ class Told(Callback):
         self.evaluations += 1
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """Only fails."""
         _FAULTS.at("on_checkpoint")
 
     def on_end(self, run: Run, results: Mapping[str, float]) -> None:
-        """Only fails."""
         _FAULTS.at("on_end")
 
     def state_dict(self) -> dict[str, Any]:

@@ -92,7 +92,6 @@ class Cell:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's settings."""
         return replace(ENGINES[self.engine], **MODES[self.mode])
 
     @property
@@ -167,7 +166,6 @@ class Model(nn.Module):
 
 
 def make_model() -> Model:
-    """The same weights in every cell."""
     torch.manual_seed(1)
     model = Model()
     with torch.no_grad():
@@ -176,7 +174,6 @@ def make_model() -> Model:
 
 
 def make_data(cell: Cell) -> list[dict[str, Tensor]]:
-    """The cell's samples."""
     return matrix.make_data(matrix.Cell(cell.world, 1, cell.data, 2, "two", "float32"))
 
 

@@ -105,7 +105,6 @@ def table(faults: dict[Fault, list[str]]) -> str:
 
 
 def main() -> int:
-    """Writes or checks the page."""
     collected = _Collected()
     files = [str(file) for file in sorted(Path("tests").rglob("test_*.py")) if "mark.fault(" in file.read_text()]
     if code := pytest.main([*files, "--collect-only", "--no-summary", "-qq", "-m", ""], plugins=[collected]):

@@ -17,7 +17,6 @@ class GreedyGPT(GPT):
     _forwards = 0
 
     def forward(self, tokens: Any, *rest: Any, **more: Any) -> Any:
-        """As its parent's."""
         if self.training and torch.is_grad_enabled():
             self._forwards += 1
             late = self._forwards >= int(os.environ["GREEDY_FROM"])
@@ -38,7 +37,6 @@ class Uneven(CrossEntropy):
     """On rank 1 it draws what cannot be cut for parts of a micro-batch, on the others nothing."""
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The cross entropy."""
         if os.environ["RANK"] == "1":
             torch.poisson(torch.ones(len(batch[0])))
         return super().__call__(model, batch)

@@ -93,7 +93,6 @@ def make_model(dtype: str) -> Model:
 
 
 def make_data(cell: Cell) -> list[dict[str, Tensor]]:
-    """The cell's samples."""
     size = {"full": 48, "nothing": GLOBAL_SIZE + 1}.get(cell.data, 43)
     generator = torch.Generator().manual_seed(2)
     samples = []

@@ -67,7 +67,6 @@ def squares(model: Any, batch: Batch) -> Tensor:
 
 
 def two(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Two losses that count differently."""
     found = model(batch["x"], batch["chosen"])
     some = batch["chosen"].to(found.dtype)
     return {
@@ -88,7 +87,6 @@ def uncuttable(samples: Sequence[Batch]) -> Batch:
 
 
 def data(samples: int) -> list[Batch]:
-    """The same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [
         {
@@ -161,7 +159,6 @@ class Cell:
 
     @property
     def size(self) -> int:
-        """Of the global batch."""
         return MICRO * MICRO_STEPS * self.world
 
     @property
@@ -201,7 +198,6 @@ class Fault:
         self.batches = []
 
     def forward(self, batch: Batch) -> None:
-        """Notes what is run."""
         self._ids = [int(i) for i in batch["i"]]
         self.batches.append(self._ids)
 
@@ -224,7 +220,6 @@ def _error(number: int) -> BaseException:
 
 
 def make_model(cell: Cell) -> nn.Module:
-    """The same at every call."""
     torch.manual_seed(2)
     return PROGRAMS[cell.program].model().to(cell.dtype)
 

@@ -43,7 +43,6 @@ def spec(samples: Any = None) -> DataSpec:
 
 
 def make_model(positions: str = "rotary", dropout: float = 0.0) -> GPT:
-    """The same weights each time."""
     sizes: Any = {"n_layer": 2, "n_head": 2, "n_embd": 16}
     model = GPT(vocab_size=VOCABULARY, seq_len=LONGEST, positions=positions, dropout=dropout, **sizes)
     draws = torch.Generator().manual_seed(3)  # of its own: ranks that are threads have one global generator

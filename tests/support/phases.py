@@ -50,7 +50,6 @@ class _Now:
 
 
 def happens(phase: str) -> None:
-    """Does it, if this is the phase."""
     if os.environ.get("PHASE") != phase or _Now.happened:
         return
     time.sleep(_SLOW_S)  # on all ranks, so that the phase is seen, and its usual length known

@@ -487,7 +487,6 @@ def self_taught(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def contrastive(model: nn.Module, batch: Batch) -> Tensor:
-    """Two forwards with gradients."""
     return (model(batch["x"]) - model(batch["twin"]) - batch["y"]).square().sum()
 
 
@@ -513,7 +512,6 @@ def hooked(model: nn.Module) -> nn.Module:
 
 
 def clipped(model: nn.Module) -> None:
-    """By hand, in the truth."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
@@ -523,7 +521,6 @@ def probe(model: nn.Module, batch: Batch) -> None:
 
 
 def tower_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Of two towers."""
     one, other = model(batch["x"], batch["twin"])
     return (one * other - batch["y"]).square().sum()
 
@@ -541,7 +538,6 @@ def muon(model: nn.Module) -> list[Optimizer]:
 
 
 def double_gan(model: nn.Module) -> list[Optimizer]:
-    """One of each part."""
     return [SGD(model.g.parameters(), lr=0.05), SGD(model.d.parameters(), lr=0.05)]
 
 

@@ -56,7 +56,6 @@ class Drawing(Transformer):
         self.sometimes = nn.Linear(10, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits."""
         x = self.embed(tokens) * (1 + 0.1 * random.random()) + 0.1 * float(np.random.standard_normal())  # noqa: NPY002, S311
         if random.random() < 0.5:  # noqa: S311
             x = x + self.sometimes(x)
@@ -69,12 +68,10 @@ class Weighted:
     """Two losses, of which one counts weights that are no whole numbers."""
 
     def count(self, batch: Any) -> dict[str, float]:
-        """By loss."""
         weights = (batch["labels"] >= 0) * batch["weight"][:, None]
         return {"labels": float(weights.double().sum()), "size": float(len(batch["labels"]))}
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Sums, by loss."""
         logits = model(batch["tokens"])
         logits = logits if logits.dtype is torch.float64 else logits.float()
         each = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="none")
@@ -107,11 +104,9 @@ class Labels:
     """Of the batches above, without their weights."""
 
     def count(self, batch: Any) -> int:
-        """Labels that are not ignored."""
         return int((batch["labels"] != -100).sum())
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Their sum."""
         logits = model(batch["tokens"])
         logits = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=-100, reduction="sum")
@@ -163,7 +158,6 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of them."""
     every = (Cell(*values) for values in product(ENGINES, PRECISIONS, PROGRAMS))
     return [cell for cell in every if PROGRAMS[cell.program].dtype is torch.float32 or cell.precision == "fp32"]
 
@@ -210,7 +204,6 @@ def settings(cell: Cell) -> dict[str, Any]:
 
 
 def data_of(cell: Cell) -> DataSpec:
-    """With a held-out set."""
     if PROGRAMS[cell.program].compares:
         pairs = compared.samples(SAMPLES + HELD_OUT, torch.float32)
         return DataSpec(train=pairs[:SAMPLES], eval_dataset=pairs[SAMPLES:], description="pairs")
@@ -226,7 +219,6 @@ def data_of(cell: Cell) -> DataSpec:
 
 
 def model_of(cell: Cell) -> nn.Module:
-    """From a seed."""
     if compares := PROGRAMS[cell.program].compares:
         return compared.make_model(compares, torch.float32, dropout=0.1)
     torch.manual_seed(3)
@@ -235,7 +227,6 @@ def model_of(cell: Cell) -> nn.Module:
 
 
 def loss_of(cell: Cell) -> Any:
-    """Of the program."""
     if compares := PROGRAMS[cell.program].compares:
         return {**compared.LOSSES, **compared.RANDOM}[compares]()
     return Weighted() if PROGRAMS[cell.program].two else Labels()

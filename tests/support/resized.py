@@ -12,12 +12,10 @@ SIZES = (5, 9, 3, 2, 4)  # samples of the windows of one epoch
 
 
 def samples() -> Any:
-    """The dataset: a sample is a vector."""
     return list(torch.randn(sum(SIZES), 6, generator=torch.Generator().manual_seed(0)).unbind())
 
 
 def make_model() -> nn.Module:
-    """The model with its first weights."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 

@@ -71,7 +71,6 @@ def test_distaccum_and_a_hand_written_loop() -> None:
 
 @pytest.mark.heavy
 def test_the_frameworks_of_the_bench_are_named() -> None:
-    """Of those that are installed."""
     from launch.bench.other_frameworks import FRAMEWORKS  # noqa: PLC0415  torch is imported for this test alone
 
     names = [name for name, framework in FRAMEWORKS.items() if framework.version is not None]

@@ -89,7 +89,6 @@ def test_it_goes_on_without_a_node_and_an_agent_that_is_killed_comes_back(
 
 
 def _ranks(run_dir: Path) -> int:
-    """Of the last record."""
     return int(metrics(run_dir)[-1]["ranks"])
 
 

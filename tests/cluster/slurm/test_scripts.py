@@ -80,7 +80,6 @@ def test_an_environment_that_is_not_there_is_refused(name: str, problem: str) ->
 
 
 def _overrides(*arguments: str, run_dir: Path, chain: str = "", **variables: str) -> list[str]:
-    """What the run is started with."""
     words = " ".join(f"'{argument}'" for argument in arguments)
     script = f'run_dir="{run_dir}"; chain="{chain}"; read_overrides {words}; printf "%s\\n" "${{overrides[@]}}"'
     shown = _shell(script, **variables)

@@ -49,7 +49,6 @@ def train(acc: Accumulator, begin: int, end: int) -> None:
 
 
 def weights(acc: Accumulator) -> list[float]:
-    """All of them; a collective."""
     model = whole_state(acc.engine, acc.world).model
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 

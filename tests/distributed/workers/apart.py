@@ -186,7 +186,6 @@ def zipped(world: World, *, order: str, samples: int = SAMPLES, late: bool = Fal
 
 
 def nested(world: World) -> None:
-    """As an evaluation that trains."""
     acc, loader = accumulator(make(), world), plain()
 
     def run(windows: Iterator[Any]) -> Iterator[None]:

@@ -91,7 +91,6 @@ DATA: Any = list(torch.randn(43, 6, generator=torch.Generator().manual_seed(0), 
 
 
 def settings(cell: Cell, *, eager: bool = False) -> CompileConfig:
-    """Of the accumulator."""
     return CompileConfig(name="none" if eager else cell.compile, backend=cell.backend)
 
 
@@ -175,7 +174,6 @@ def train(acc: Accumulator, windows: int) -> list[float]:
 
 
 def flat(acc: Accumulator) -> list[float]:
-    """The weights; a collective."""
     model = whole_state(acc.engine, acc.world).model
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 
@@ -230,7 +228,6 @@ TASKS = {"gradient": gradient, "resume": resume, "slope": slope}
 
 
 def main() -> None:
-    """See the module."""
     world_module.GROUP_TIMEOUT = timedelta(minutes=20)  # while another rank compiles what this one has not met
     world, found = World.join(), {}
     for text in sys.argv[2:]:

@@ -371,7 +371,6 @@ def line() -> nn.Module:
 
 
 def train(name: str, world: World) -> dict[str, Any]:
-    """One program, on this rank."""
     model = line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rank_1 = world.rank == 1

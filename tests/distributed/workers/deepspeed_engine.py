@@ -103,7 +103,6 @@ def collate(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, bool]:
 
 
 def total_of(model: Any, batch: Any, spoil: float = 1.0) -> Tensor:
-    """A sum of losses over labels."""
     ids, extra, labels, rarely = batch
     dtype = next(model.parameters()).dtype
     extra = extra.to(dtype) if dtype is torch.float64 else extra

@@ -34,7 +34,6 @@ def sample(number: int) -> Tensor:
 
 
 def window(case: str, rank: int) -> Window:
-    """This rank's share."""
     share, count = SHARES[case][rank], sum(len(ids) for ids in chain(*SHARES[case]))
     return Window(
         epoch=0,

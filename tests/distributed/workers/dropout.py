@@ -48,7 +48,6 @@ def train(acc: Accumulator, windows: int) -> None:
 
 
 def weights(acc: Accumulator) -> list[float]:
-    """All of them; a collective."""
     model = whole_state(acc.engine, acc.world).model
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 

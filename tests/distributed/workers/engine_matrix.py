@@ -50,7 +50,6 @@ class ARun:
     progress: Progress
 
     def stop(self, reason: str) -> None:
-        """Nothing here asks for it."""
         raise AssertionError(reason)
 
 
@@ -74,7 +73,6 @@ def precision_of(name: str) -> PrecisionConfig:
 
 
 def accumulator(cell: Cell, model: nn.Module, optimizer: Optimizer, world: World) -> Accumulator:
-    """As a user makes it."""
     return Accumulator(
         model,
         optimizer,
@@ -89,7 +87,6 @@ def accumulator(cell: Cell, model: nn.Module, optimizer: Optimizer, world: World
 
 
 def source_of(samples: Any) -> DataSpec:
-    """In the seed's order."""
     return DataSpec(train=samples, eval_dataset=None, description="matrix", collate=matrix.collate)
 
 

@@ -86,7 +86,6 @@ class Sum:
 
 
 def rate(step: int) -> float:
-    """Falls with every update."""
     return 0.5 ** (step / 8)
 
 

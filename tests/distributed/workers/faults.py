@@ -120,14 +120,12 @@ class Program:
         """Between the optimizer and the accumulator."""
 
     def wrapped(self) -> nn.Module:
-        """What the accumulator is given."""
         return self.model
 
     def before_window(self, number: int) -> None:
         """Before a window's first micro-batch; windows are numbered from 0."""
 
     def output(self, batch: Batch) -> Tensor:
-        """The forward."""
         found: Tensor = self.acc.model(batch["x"], batch["branch"])
         return found
 
@@ -138,11 +136,9 @@ class Program:
         """After a window's step."""
 
     def count(self, batch: Batch) -> float:
-        """What the loss is divided by."""
         return float(batch["weight"].sum())
 
     def loss_of(self, output: Tensor, batch: Batch) -> Tensor:
-        """The sum over a batch."""
         return (batch["weight"] * (output - batch["y"]).square().sum(1)).sum()
 
     frozen: tuple[str, ...] = ()  # parameters that must not move, by what their names begin with
@@ -150,7 +146,6 @@ class Program:
     # --- the run
 
     def run(self) -> None:
-        """Trains to the end."""
         spec: Any = DataSpec(train=samples(), eval_dataset=None, description="squares", shuffle=False)
         windows = chain.from_iterable(self.acc.windows(spec) for _ in range(self.epochs))
         for number, window in enumerate(windows):
@@ -402,7 +397,6 @@ def end_of(name: str, verify: bool, world: World) -> tuple[str, float]:
 
 
 def main(runs: list[tuple[str, bool]], world: World) -> Iterator[dict[str, Any]]:
-    """How each run ends."""
     for name, verify in runs:
         everyone = world.all_gather_object(end_of(name, verify, world))
         yield {"said": [said for said, _ in everyone], "error": max(error for _, error in everyone)}

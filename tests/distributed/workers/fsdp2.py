@@ -82,20 +82,17 @@ class Squares:
 
 
 def samples(size: int, seed: int = 0) -> list[Sample]:
-    """The same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(FEATURES, generator=generator), torch.randn(1, generator=generator)) for _ in range(size)]
 
 
 def plain(model: Callable[[], nn.Module] = Model, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
-    """A model and an AdamW."""
     torch.manual_seed(3)
     made = model()
     return made, [AdamW(made.parameters(), lr=0.05, eps=EPSILON, weight_decay=0.1, **options)]
 
 
 def windows_of(data: Sequence[Sample], size: int) -> list[Sequence[Sample]]:
-    """In the data's own order."""
     return [data[begin : begin + size] for begin in range(0, len(data), size)]
 
 

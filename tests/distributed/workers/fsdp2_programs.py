@@ -59,7 +59,6 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def through(self, x: Tensor) -> Tensor:
-        """Through the blocks."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -142,7 +141,6 @@ def plain(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def both(model: nn.Module, batch: Batch) -> Tensor:
-    """One forward, both outputs."""
     first, second = model(batch[0])
     return squares(first, batch[1]) + squares(second, batch[1])
 
@@ -265,7 +263,6 @@ def made(config: FSDP2Config, make: Callable[[], nn.Module] = Model, **options: 
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    """Whole, on every rank."""
     return {name: full_tensor(p).detach().double() for name, p in engine.unwrapped_model.named_parameters()}
 
 
@@ -291,7 +288,6 @@ def run_micro(engine: Engine, loss: Loss, batch: Batch, count: int, *, sync: boo
 
 
 def train(engine: Engine, table: list[tuple[int, int]], loss: Loss, after: Act, between: Act) -> None:
-    """Level 1, by hand."""
     for window in range(len(table)):
         train_on(engine, table, window, loss, after)
         between(engine.model, samples(window, 0, 0))
@@ -441,7 +437,6 @@ class HookedAfter(Model):
 
 
 def hooks() -> Iterator[tuple[str, Any]]:
-    """Errors, or what was raised."""
     for setting, config in SETTINGS.items():
         for make in (Hooked, HookedAfter):
             torch.manual_seed(3)
@@ -648,12 +643,10 @@ def adapted(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def mapped(model: nn.Module, batch: Batch) -> Tensor:
-    """Sample by sample."""
     return torch.func.vmap(lambda x, y: both(model, (x.unsqueeze(0), y.unsqueeze(0))))(*batch).sum()
 
 
 def freeze(model: Any, _: Batch) -> None:
-    """After a backward."""
     model.leave.requires_grad_(False)
 
 
@@ -683,7 +676,6 @@ def told_of_an_error(engine: Engine) -> None:
 
 
 def wrapped_again(_: Engine) -> None:
-    """After it was given back."""
     _, engine = made(FSDP2Config())
     engine.close()
     model = engine.unwrapped_model
@@ -691,7 +683,6 @@ def wrapped_again(_: Engine) -> None:
 
 
 def caught(call: Callable[[], object]) -> str:
-    """What was raised, or nothing."""
     try:
         call()
     except DistaccumError as error:

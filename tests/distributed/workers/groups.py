@@ -60,7 +60,6 @@ class Net(nn.Module):
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
-    """Features and a class."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     return [(row, torch.tensor(i % CLASSES)) for i, row in enumerate(rows)]
@@ -91,7 +90,6 @@ def truth(several: bool) -> dict[str, Any]:
 
 
 def flat(weights: Any) -> dict[str, Any]:
-    """As JSON has them."""
     return {name: value.flatten().tolist() for name, value in weights.items()}
 
 
@@ -101,7 +99,6 @@ def decay(*, total_steps: int) -> Callable[[int], float]:
 
 
 def accumulator(engine: str, world: World, *, several: bool) -> tuple[Any, Accumulator]:
-    """Of the configuration."""
     config = RunConfig.from_dict(
         {
             "engine": engine,
@@ -125,7 +122,6 @@ def accumulator(engine: str, world: World, *, several: bool) -> tuple[Any, Accum
 
 
 def train(loader: Any, acc: Accumulator, windows: int) -> None:
-    """Until so many were run in all."""
     while acc.progress.window < windows:
         for window in acc.windows(loader):
             acc.step(window, CrossEntropy())

@@ -64,7 +64,6 @@ class Run:
         self.drawn: list[float] = []
 
     def train(self, windows: int) -> None:
-        """Until so many were run in all."""
         while self.acc.progress.window < windows:
             for window in self.acc.windows(DATA):
                 for micro in window:

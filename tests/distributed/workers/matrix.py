@@ -24,7 +24,6 @@ from tests.support.runs import settings
 
 
 def by_hand(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
-    """Level 1."""
     loss = matrix.LOSSES[cell.loss]()
     windows = da.plan_windows(
         loader(cell), world, global_batch_size=GLOBAL_SIZE, micro_batch_size=cell.micro, count=loss.count, seed=SEED
@@ -41,7 +40,6 @@ def by_hand(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
 
 
 def by_accumulator(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
-    """Level 2."""
     loss = matrix.LOSSES[cell.loss]()
     acc = Accumulator(
         model,
@@ -59,7 +57,6 @@ def by_accumulator(cell: Cell, model: nn.Module, optimizer: Any, world: World) -
 
 
 def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> None:
-    """Level 3."""
     source = DataSpec(train=matrix.make_data(cell), eval_dataset=None, description="matrix", collate=matrix.collate)
     trainer = {"max_steps": None, "max_epochs": 1, "log_every": 1000}
     config = settings((GLOBAL_SIZE, cell.micro), trainer, seed=SEED, optim={"clip_norm": None}, schedule={})

@@ -62,7 +62,6 @@ class Loss:
 
 
 def trained(engine: str, world: World, windows: list[int], **case: Any) -> dict[str, Any]:
-    """What became of each window."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 4))
     acc = Accumulator(

@@ -123,7 +123,6 @@ def snapshot(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Bit by bit."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 

@@ -64,7 +64,6 @@ def _flat(model: nn.Module) -> Tensor:
 
 
 def gradient(precision: PrecisionConfig, micro_batch_size: int, world: World) -> Tensor:
-    """What the optimizer is given."""
     model, found = make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=False)
     optimizer.register_step_pre_hook(lambda *_: found.append(_flat(model)))

@@ -207,7 +207,6 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def compared(folder: Path, engine: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """A run and its oracle."""
     said, oracle = fit(folder, engine, case), Oracle()
     found: dict[str, Any] = {"said": said, "run": records(folder), "saved": saved(folder)}
     if not said:

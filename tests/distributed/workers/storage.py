@@ -63,7 +63,6 @@ def fresh(folder: Path) -> Path:
 
 
 def attempt(run: Path) -> str:
-    """Goes on; the error in words."""
     try:
         train(run, STEPS)
     except Exception as error:

@@ -74,7 +74,6 @@ def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accum
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """A sum of squares."""
     return (model(batch[0]) - batch[1]).square().sum()
 
 
@@ -109,7 +108,6 @@ def sizes(most: int, least: int) -> list[int]:
 
 
 def trained(acc: Accumulator, stream: Stream) -> Iterator[Outcome]:
-    """What each window came to."""
     for window in acc.windows(stream):
         for micro in window:
             with acc.accumulate():

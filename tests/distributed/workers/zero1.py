@@ -22,7 +22,6 @@ GLOBAL_SIZE, WINDOWS = 6, 5
 
 
 def one(kind: Any, **options: Any) -> tuple[nn.Module, list[Optimizer]]:
-    """A model under one optimizer."""
     torch.manual_seed(3)
     model = Model(16)
     return model, [kind(model.parameters(), **options)]
@@ -67,7 +66,6 @@ MODELS: dict[str, Make] = {
 
 
 def size_of(optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of state on this rank."""
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 

@@ -205,7 +205,6 @@ class Work:
     """An operation that gloo never ends."""
 
     def is_completed(self) -> bool:
-        """Never."""
         return False
 
     def wait(self, _: timedelta) -> None:

@@ -98,7 +98,6 @@ def run(cells: int, seed: int, *, rules: Rules | None = None) -> Counter[str]:
 
 
 def main() -> None:
-    """Runs the cells of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", type=int, nargs="?", default=100_000)
     parser.add_argument("--seed", type=int, default=0)

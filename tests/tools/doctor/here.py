@@ -41,10 +41,8 @@ needs_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 
 
 def wrong(found: Look) -> list[str]:
-    """What is said to be wrong."""
     return [one.what for one in found.findings if one.wrong]
 
 
 def notes(found: Look) -> list[str]:
-    """What is noted."""
     return [one.what for one in found.findings if not one.wrong]

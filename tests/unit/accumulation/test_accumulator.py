@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -243,6 +243,7 @@ MISUSE: dict[str, tuple[Callable[[Accumulator, Any], object], str]] = {
         lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.engine.unwrapped_model, batch))),
         r"the forward went past the engine.*call acc\.model",
     ),
+    "steps on no window": (lambda acc, _: acc.step(cast(Any, None), _loss), r"step\(\) with another window"),
     "counts differently": (
         lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.model, batch), 17)),
         r"with the count 17 where count= gave \{'loss': 2\}",

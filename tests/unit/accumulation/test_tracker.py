@@ -177,6 +177,10 @@ def test_a_static_scale_cannot_fall_and_a_dynamic_one_falls_first(
     with pytest.raises(NonFiniteError, match="3 in a row, loss scale 2"):
         _run(acc, _data(set(range(6))))
     assert acc.progress.nonfinite == 5  # 8, 4, and 2 three times
+    acc = _accumulator(gloo_world, precision=dynamic, nonfinite=nonfinite)
+    _run(acc, _data({0}, windows=1))
+    acc.tracker._forgive(["rank 1 gave it up"], here=False)  # at a scale that falls, where nothing is counted in a row
+    assert (acc.progress.nonfinite, acc.tracker.skips_in_a_row) == (0, 0)
 
 
 def test_the_host_asks_at_the_next_boundary_or_when_somebody_wants_to_know(

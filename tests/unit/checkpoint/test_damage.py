@@ -36,7 +36,6 @@ def _train(folder: Path, steps: int) -> None:
 
 @pytest.fixture
 def good(gloo_world: Any, tmp_path: Path) -> Path:
-    """A run of two updates, both saved."""
     _train(tmp_path / "good", 2)
     return tmp_path / "good"
 

@@ -135,6 +135,10 @@ def test_suggestions_are_of_the_groups_that_are_chosen(given: list[str], key: st
         ),
         ("--output_dir", "--output_dir: no such setting. Write hydra.run.dir=VALUE"),
         ("model=cn", "model=cn: no such choice; did you mean cnn? Use one of cnn, gpt"),
+        (
+            "metrics=[wandb,jsonk]",
+            "metrics=jsonk: no such choice; did you mean jsonl? Use one of jsonl, mlflow, tensorboard",
+        ),
         ("trainer.max_stepz=3", "no such setting; did you mean trainer.max_steps"),
         ("~optim.clip_norm", "~optim.clip_norm: takes the setting out"),
         (

@@ -43,7 +43,7 @@ def test_half_a_launcher_is_refused(missing: str) -> None:
         LaunchEnvironment.from_environment({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_tasks_that_are_no_ranks_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=2: .* each would train alone. Start one task a node with torchrun"):
         LaunchEnvironment.from_environment({name: "2", "SLURM_NTASKS": "2"})

@@ -33,7 +33,6 @@ class Rule(Optimizer):
                     p.sub_(group["lr"] * self.factor(p) * p.grad)
 
     def factor(self, p: Any) -> Any:
-        """Of one parameter."""
         return 1.0
 
 

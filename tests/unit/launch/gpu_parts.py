@@ -6,7 +6,6 @@ from launch.bench.gpu.figures import Figure, Measurement, Options
 
 
 def right(options: Options) -> list[Figure]:
-    """Figures with and without a target."""
     return [
         Figure(of="a", name="time", value=2.5, unit="ms", target="at most 3 ms", holds=True),
         Figure(of=str(options.device), name="small", value=str(options.small)),
@@ -14,12 +13,10 @@ def right(options: Options) -> list[Figure]:
 
 
 def missed(_: Options) -> list[Figure]:
-    """A target that does not hold."""
     return [Figure(of="b", name="time", value=4.0, unit="ms", target="at most 3 ms", holds=False)]
 
 
 def raising(_: Options) -> list[Figure]:
-    """An error, after some output."""
     print("before the error")
     raise ValueError("a | message")
 

@@ -54,7 +54,6 @@ def _data() -> DataSpec:
 
 
 def _train(model: nn.Module, run_dir: Path, steps: int, *, resume: str = "never", **more: Any) -> Path:
-    """The run's last checkpoint."""
     groups = {"optim": {"lr": 1e-2}, "checkpoint": {"every": 2, "keep": 0}, **more}
     config = settings((8, 3), {"max_steps": steps}, metrics={"report": False}, resume=resume, **groups)
     Trainer(model, CausalLM(), _data(), run_dir=run_dir, config=config).fit()

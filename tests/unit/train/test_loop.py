@@ -100,7 +100,6 @@ def _fit(
 
 
 def _run(make_components: Callable[[], TrainingComponents], folder: Path) -> RunDir:
-    """Joins the open group."""
     run_dir = RunDir(folder)
     run(Start(make_components=make_components, run_dir=run_dir, launch=Launch(LaunchEnvironment()), began=0.0))
     return run_dir

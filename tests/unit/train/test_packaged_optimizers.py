@@ -51,7 +51,6 @@ def total(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def optimizer_of(name: str, model: nn.Module, **more: Any) -> torch.optim.Optimizer:
-    """As the command line builds it."""
     settings: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "optim" / f"{name}.yaml"))
     settings["optimizer"] |= more
     (built,) = build_optimizers(OptimConfig(**settings | {"clip_norm": None, "lr": 1e-2}), model, torch.device("cpu"))

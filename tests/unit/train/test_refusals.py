@@ -479,7 +479,6 @@ class StopsWithoutAWord(Callback):
 
 
 def test_a_callback_that_stops_without_a_reason_stops(gloo_world: World, tmp_path: Path) -> None:
-    """The run went on."""
     _trainer(tmp_path, callbacks=[StopsWithoutAWord()]).fit()
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["step"], status["reason"]) == (1, "a callback asked to stop")

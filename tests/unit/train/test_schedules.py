@@ -137,7 +137,6 @@ def test_torchs_own_give_their_rates_at_every_step(name: str) -> None:
 
 
 def halved(step: int) -> float:
-    """For LambdaLR."""
     return 0.5**step
 
 
