@@ -158,8 +158,8 @@ class OpenWindow:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._micro_step is not None
-        if self._autocast is not None:  # an error in the forward, or a missing backward()
-            self._end_autocast()
+        assert self._autocast is not None
+        self._autocast.__exit__(None, None, None)
         self._micro_step.__exit__(kind, value, trace)
         self._random.end()
         if self.phase is Phase.DROPPED:
@@ -181,7 +181,16 @@ class OpenWindow:
         """Backpropagates the sums of one micro-batch's losses; see ``Accumulator.backward``."""
         if self.phase is not Phase.FORWARD:
             refuse("backward()", self.phase.value, "call acc.backward() once in each `with acc.accumulate():`")
-        self._end_autocast()
+        kind = self._engine.device.type
+        casts = torch.is_autocast_enabled(kind)  # it covers forward and loss; a context of the user's may lie in ours
+        torch.set_autocast_enabled(kind, False)
+        try:
+            self._backward(loss, count)
+        finally:
+            torch.set_autocast_enabled(kind, casts)
+        self.phase = Phase.BACKWARD
+
+    def _backward(self, loss: LossSum, count: float | Tensor | Counts | None) -> None:
         known = self.plain.counts
         counts = self._known_counts(count) if known else self._provisional_counts(count)
         own_counts = self._current.counts if known and self._current else None
@@ -194,7 +203,6 @@ class OpenWindow:
         total = normalize_loss(loss, counts, factor, own_counts=own_counts)
         backward(self._engine, total, last=self._left == 1)
         self._sums.add(loss)
-        self.phase = Phase.BACKWARD
 
     def expect(self, phase: Phase, what: str, remedy: str) -> None:
         """Raises MisuseError unless the window is in ``phase``."""
@@ -253,12 +261,6 @@ class OpenWindow:
         # fp64: fp32 stops counting at 2**24, and sums of 16-bit weights lose theirs far earlier
         self._late_count = self._late_count + (count.detach().double() if isinstance(count, Tensor) else count)
         return {SINGLE: self.provisional_count}
-
-    def _end_autocast(self) -> None:
-        """Autocast covers forward and loss, not the backward."""
-        assert self._autocast is not None
-        self._autocast.__exit__(None, None, None)
-        self._autocast = None
 
     def _run_finish(self) -> None:
         self._engine.activity.phase = activity.Phase.STEP

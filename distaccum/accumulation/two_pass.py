@@ -259,7 +259,8 @@ class SecondPass:
                 shapes = f"{list(gradient.shape)} in the first pass and {list(tensor.shape)} in the second"
                 raise MisuseError(f"represent(model, batch) gives another shape a second time: {shapes}")
         for first, second in zip(part.represented, found, strict=False):
-            size, off = (float(torch.linalg.vector_norm(each.double())) for each in (first, second.detach() - first))
+            known = first.double()
+            size, off = (float(torch.linalg.vector_norm(each)) for each in (known, second.detach().double() - known))
             if off > self._tolerance * size and not self.fault:
                 self.fault = (
                     f"micro-batch {i} of a rank is represented otherwise a second time (off by "

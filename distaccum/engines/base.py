@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -244,6 +245,7 @@ class Engine(ABC):
             raise MisuseError("a window after close(): make a new engine (Accumulator)")
         if not self._window_open:
             self._drop_stray_gradients()
+            torch.clear_autocast_cache()  # others may have moved weights
             self._window_open = True
             if self.compiled is not None:
                 self.compiled.window_began()
@@ -348,7 +350,10 @@ class Engine(ABC):
         self.activity.phase = Phase.STEP
         for before in self.hooks.before_step:
             before(divisor)
-        return self._step(divisor)
+        try:
+            return self._step(divisor)
+        finally:
+            torch.clear_autocast_cache()  # within an autocast of the user's, casts of weights outlive the weights
 
     @abstractmethod
     def _step(self, divisor: float) -> StepOutput:

@@ -1,4 +1,4 @@
-"""The model's buffers, kept and put back around what runs a forward once more."""
+"""A program's state, kept and put back around what runs a forward once more: buffers, and what Python holds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from torch import Tensor, nn
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.state import takes_extra
+from distaccum.program import PLAIN_STATE, load
 
 
 @contextmanager
-def state_restored(engine: Engine) -> Iterator[None]:
-    """Restores buffers, extra state and random number generators after the block."""
+def state_restored(engine: Engine, *others: object) -> Iterator[None]:
+    """Restores buffers, plain attributes, extra state and random number generators after the block.
+
+    Args:
+        engine: of the model.
+        others: objects beside the model whose plain attributes a forward may change: the loss.
+    """
     generators = RNGState.capture(engine.device)
+    plain = load(PLAIN_STATE)([*engine.unwrapped_model.modules(), *others])
     try:
         with buffers_restored(engine):
             yield
     finally:
         generators.restore()
+        plain.restore()
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import Parameter, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
+from distaccum.engines.rules import wants_closure
 from distaccum.errors import ON_ALL_RANKS, ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
@@ -347,8 +347,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
     every = set(free)
     for optimizer in optimizers:
         check_sparse(optimizer)
-        closure = signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is Parameter.empty:
+        if wants_closure(optimizer):
             problem = "its step wants a closure, to run the window again at will"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, "Use one that steps on the gradients")
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]

@@ -47,7 +47,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
     """The modules that the globs name; by default a transformer's layers, as it lists them.
 
     Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
-    ``ModuleList``; but none that shares a parameter with what is outside of it, as tied embeddings do.
+    ``ModuleList`` that is not called ``experts``; but none that shares a parameter with what is outside of it, as tied
+    embeddings do.
 
     ``key`` is the setting that the globs are of.
 
@@ -79,8 +80,9 @@ def _sharing_nothing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else _listed(child)
+    for name, child in module.named_children():
+        if name != "experts":  # in parallel, of which the data choose: they belong to the block around them
+            yield from child if isinstance(child, nn.ModuleList) else _listed(child)
 
 
 # Sharded and whole tensors: torch's ``DTensor``, sharded along dimension 0.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,11 @@ class GradientProbe:
         for name, parameter in trained(self._engine.unwrapped_model).items():
             if parameter.grad is not None:
                 yield name, parameter.grad
+
+    def gradient_hooks(self, parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor | None]]:
+        """What the user gave ``register_hook`` of a trained parameter: each micro-batch's gradient goes through it."""
+        hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+        return [hook for hook in hooks.values() if not _is_of_a_library(hook)]
 
     @property
     def local_gradients(self) -> LocalGradients | None:
@@ -137,3 +142,7 @@ class GradientProbe:
 
     def _parts_changed(self) -> None:
         """Called after :meth:`shifted` has written into them: the next forward has to compute with what is there."""
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    return str(getattr(hook, "func", hook).__module__).partition(".")[0] in ("distaccum", "deepspeed")

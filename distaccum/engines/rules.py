@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from enum import Enum, auto
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from distaccum.engines.modules import as_real, full_tensor, shard_over
 from distaccum.errors import ON_ALL_RANKS, ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
-_STEPS, _RATE = 2, 1e-2
-_SCALES = (1.0, 1e4, 1e-4)  # of gradients: a norm may be clipped only where it is large
+_RATE = 1e-2
+# Scales of gradients, since a norm may be clipped only where it is large; and steps, since some rules change later:
+# slow weights follow every fifth or sixth.
+_SCALES = {1.0: 12, 1e4: 2, 1e-4: 2}
 _SIZE = 6  # a trial's dimensions, at most
 _KINDS = 4  # shapes of a group that are tried
 _OURS = ("step", "zero_grad")  # what an instance may have been given in place of its class's
@@ -90,6 +93,7 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
     Raises:
         ConfigError: the step of one parameter depends on others.
     """
+    expect_no_lists(optimizer, engine)
     groups = [[p for p in group["params"] if p.requires_grad][:2] for group in optimizer.param_groups]
     if sum(map(len, groups)) <= 1:
         return
@@ -150,6 +154,34 @@ def differs_on_shards(optimizer: Optimizer, world: World) -> bool:
     return False
 
 
+def wants_closure(optimizer: Optimizer) -> bool:
+    """Whether a step without a closure, which runs the model again, is refused by the optimizer itself."""
+    if type(optimizer).__module__.startswith("torch."):
+        closure = signature(type(optimizer).step).parameters.get("closure")
+        return closure is not None and closure.default is Parameter.empty
+    trial = trial_copy(optimizer, [], wraps=True)
+    try:
+        trial.step()
+    except Exception as error:  # each optimizer has its own
+        return "closure" in str(error)
+    return False
+
+
+def expect_no_lists(optimizer: Optimizer, engine: str) -> None:
+    """For an engine whose step gives the optimizer a part of the parameters, or copies of them.
+
+    Raises:
+        ConfigError: it keeps tensors beside its state, which it would pair with others than were meant.
+    """
+    for name, value in vars(optimizer).items():
+        kept = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        inner = [one for each in kept for one in (each if isinstance(each, list | tuple) else (each,))]
+        if name not in ("param_groups", "state") and any(isinstance(one, Tensor) and one.ndim for one in inner):
+            problem = f"keeps a list of tensors of its own ({name}), and on this engine it steps other parameters"
+            remedy = f"Keep what belongs to a parameter in optimizer.state[p], or use engine=ddp, not {engine}"
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
+
+
 def _small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
     """Of as many dimensions, and of few numbers."""
     size = [min(n, _SIZE) for n in parameter.shape]
@@ -183,7 +215,7 @@ def step_values(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int
         if begun:
             _begin(trial, optimizer)
         try:
-            for step in range(1, _STEPS + 1):
+            for step in range(1, _SCALES[scale] + 1):
                 for group, mine in zip(pieces, values, strict=True):
                     for piece, value in zip(group, mine, strict=True):
                         value.grad = _gradient(piece, step) * scale
@@ -220,11 +252,11 @@ def _begin(trial: Any, optimizer: Optimizer) -> None:
             }
 
 
-def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]], *, wraps: bool = False) -> Any:
     """An optimizer of the same rule and settings over other groups, without state and hooks.
 
-    None: it has one inside with groups of its own. What it keeps as attributes is there too, lists and dictionaries as
-    copies.
+    None: it has one inside with groups of its own, and not ``wraps``. What it keeps as attributes is there too, lists
+    and dictionaries as copies.
     """
     kind = type(optimizer)
     # Some free memory that the original needs when they are deleted.
@@ -233,9 +265,9 @@ def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
     )
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
-            if value.param_groups is not optimizer.param_groups:
+            if value.param_groups is not optimizer.param_groups and not wraps:
                 return None
-            vars(trial)[name] = trial_copy(value, groups)
+            vars(trial)[name] = trial_copy(value, groups, wraps=wraps)
         elif name not in _OURS:
             vars(trial)[name] = copy(value) if isinstance(value, dict | list | set) else value
             if isinstance(value, Tensor):

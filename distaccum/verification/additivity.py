@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
             if engine.facts.forward_communicates:
                 raise
             _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
+    if batches is not None and not (error or warning or engine.facts.forward_communicates):
+        error = _gradients(engine, loss, batches)
     errors = world.all_gather_names([error] if error else [])
     if errors:
         raise VerificationError(errors[0])
@@ -135,12 +138,21 @@ def _shapes(batch: Any) -> list[Any]:
 def _cut(window: Window) -> list[Any] | None:
     """A micro-batch cut in two along dimension 0, where that is the number of its samples."""
     for micro, ids in zip(window.micro_batches, window.ids(), strict=False):
-        size, sizes = len(ids), {shape[0] if shape else 0 for shape in _shapes(micro.batch)}
-        if size == 1 and len(sizes) == 1:  # an item of a stream that is a whole micro-batch
-            (size,) = sizes
-        if size >= _PAIR and sizes == {size}:
-            return [_rows(micro.batch, 0, size // 2), _rows(micro.batch, size // 2, size), micro.batch, micro.batch]
+        rows = rows_of(micro.batch, len(ids), parts=2)
+        if rows is not None and len(rows) == _PAIR:
+            return [*rows, micro.batch, micro.batch]
     return None
+
+
+def rows_of(batch: Any, size: int, *, parts: int = 0) -> list[Any] | None:
+    """A micro-batch of ``size`` samples cut along dimension 0, into single ones or so many; None where it cannot be."""
+    sizes = {shape[0] if shape else 0 for shape in _shapes(batch)}
+    if size == 1 and len(sizes) == 1:  # an item of a stream that is a whole micro-batch
+        (size,) = sizes
+    if not size or sizes != {size}:
+        return None
+    ends = [size * i // (parts or size) for i in range((parts or size) + 1)]
+    return [_rows(batch, start, stop) for start, stop in pairwise(ends) if stop > start]
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
@@ -153,7 +165,7 @@ def _compare(
     """An error, or a warning, in words; empty where the loss is a sum."""
     # Uncompiled: it would be compiled for two shapes that no window has.
     model = engine.unwrapped_model
-    with evaluating(model) as train_again, uncompiled(model), torch.no_grad(), state_restored(engine):
+    with evaluating(model) as train_again, uncompiled(model), torch.no_grad(), state_restored(engine, loss):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:
@@ -206,6 +218,22 @@ def _compare(
         mean = sum(ab.losses.values()) / counted
         return "", suspicious_first_loss(mean, min(known), steps)
     return "", ""
+
+
+def _gradients(engine: Engine, loss: Loss, batches: Sequence[Any]) -> str:
+    """An error in words, where losses add up and their gradients do not."""
+    from distaccum.verification.parts import gradient_of_parts  # noqa: PLC0415  it imports this module
+
+    try:
+        found = gradient_of_parts(engine, loss, batches[:2], batches[2])
+    except Exception as problem:  # the user's code, as above
+        _log.info("the gradients of two samples were not compared: %s: %s", type(problem).__name__, problem)
+        return ""
+    if not found:
+        return ""
+    what = f"the losses of two samples add up, and their gradients do not: {found}"
+    why = "A hook or a function in the backward looks at the whole micro-batch, or adds a gradient for each"
+    return f"{what}. {why}: write it as a term of the loss, summed over samples"
 
 
 def _has_labels(batch: Any, classes: int) -> bool:

@@ -7,7 +7,7 @@ numbers are constants: what is left out at random would differ from one forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any], bef
     look = _Look(engine, loss)
     try:
         with (
-            state_restored(engine),
+            state_restored(engine, loss),
             uncompiled(engine.unwrapped_model),
             torch.set_grad_enabled(bool(look.weights)),
             look.constants,
@@ -87,7 +87,8 @@ class _Look:
         rounding = _ROUNDING_16 if in_16_bits(self._engine) else _ROUNDING
         if not abs(first + second - together) <= rounding * max(abs(together), abs(first), abs(second)):
             return f"its loss is no sum over samples: {together:.6g} together and {first + second:.6g} apart"
-        said = _gradients(self.weights, gradients, [of_first, of_second], rounding)
+        sixteen = in_16_bits(self._engine)
+        said = gradients_differ(self.weights, gradients, [of_first, of_second], sixteen=sixteen)
         return said or ("its forward changes buffers, and parts of it would change them once each" if moves else "")
 
     def reached(self, batches: Iterable[Any]) -> str:
@@ -122,26 +123,49 @@ class _Look:
         return total
 
 
-def _gradients(
-    weights: Mapping[str, Tensor],
+def gradient_of_parts(engine: Engine, loss: Loss, apart: Sequence[Any], together: Any) -> str:
+    """In words, a gradient that is no sum over samples though the loss is one; empty where it is, or nobody can tell.
+
+    Args:
+        engine: of a model whose forwards are local.
+        loss: of a micro-batch.
+        apart, together: the same samples, on the host.
+    """
+    look = _Look(engine, loss)
+    with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants:
+        (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
+    sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
+    sixteen = in_16_bits(engine)
+    rounding = _ROUNDING_16 if sixteen else _ROUNDING
+    if look.constants.own or not abs(whole - sums) <= rounding * max(abs(whole), abs(sums)):
+        return ""
+    return gradients_differ(look.weights, gradient, of_parts, sixteen=sixteen)
+
+
+def gradients_differ(
+    names: Iterable[str],
     whole: Sequence[Tensor | None],
     apart: Sequence[Sequence[Tensor | None]],
-    rounding: float,
+    *,
+    sixteen: bool,
+    what: str = "is no sum over samples",
+    noise: float = _NOISE,
 ) -> str:
     """In words, the parameter whose gradient is not the sum of its parts'; empty where there is none."""
+    rounding = _ROUNDING_16 if sixteen else _ROUNDING
     off, size = dict[str, float](), dict[str, float]()
-    for name, together, *single in zip(weights, whole, *apart, strict=True):
+    for name, together, *single in zip(names, whole, *apart, strict=True):
         given = [gradient.float() for gradient in (together, *single) if gradient is not None]
         if given:
             sums = torch.zeros_like(given[0]) if together is None else together.float()
             for gradient in single:
                 sums = sums if gradient is None else sums - gradient.float()
             off[name], size[name] = float(sums.norm()), sum(float(gradient.norm()) for gradient in given)
-    noise = (_NOISE if rounding == _ROUNDING else _NOISE * _ROUNDING_16 / _ROUNDING) * math.hypot(*size.values())
+    least = noise * (rounding / _ROUNDING if noise == _NOISE else 1.0) * math.hypot(*size.values())
     worst = max(off, key=lambda name: off[name] - rounding * size[name], default="")
-    if not worst or off[worst] <= rounding * size[worst] + noise:
+    if not worst or off[worst] <= rounding * size[worst] + least:
         return ""
-    return f"the gradient of {worst} is no sum over samples: off by {off[worst] / size[worst]:.2g} of it"
+    return f"the gradient of {worst} {what}: off by {off[worst] / size[worst]:.2g} of it"
 
 
 class _Constants(TorchDispatchMode):

@@ -55,7 +55,10 @@ class PlainGradient:
         value = normalize_loss(total, counts, self._engine.gradient_divide_factor, own_counts=_UNKNOWN)
         if own := own_backwards(value):
             raise RuntimeError(f"{', '.join(own)} has a backward of its own, which may run once only")
-        self._add(value, trained(self._engine.unwrapped_model), keep=True)
+        parameters = trained(self._engine.unwrapped_model)
+        if not self.parts:
+            self._looks_at_size(value, parameters)
+        self._add(value, parameters, keep=True)
 
     def run(self) -> None:
         """Runs the window's forwards and backwards once more, as they began, and sets everything back.
@@ -69,20 +72,20 @@ class PlainGradient:
 
     def _run(self, parameters: Mapping[str, Tensor]) -> None:
         recorded = self._recorded
-        assert recorded.loss is not None
-        assert recorded.buffers is not None
         self.parts, self.sizes, totals = {}, {}, []
-        model, factor = self._engine.unwrapped_model, self._engine.gradient_divide_factor
+        factor = self._engine.gradient_divide_factor
         if self._buffers_after is None:
             self._buffers_after = Buffers(self._engine)
-        with state_restored(self._engine):
-            recorded.buffers.restore()
+        with state_restored(self._engine, *recorded.users):
             assert len(recorded.states) == len(recorded.batches)
-            for i, host in enumerate(recorded.batches):
-                batch = to_device(host, self._engine.device)
-                recorded.draw_again(i)
-                with self._engine.autocast():
-                    total = recorded.loss(model, batch)
+            if recorded.scale is not None and recorded.batches and not self._totals:  # in fp16, and once
+                recorded.begin_again()
+                self._looks_at_size(
+                    normalize_loss(self._forward(0), recorded.counts, factor, own_counts=_UNKNOWN), parameters
+                )
+            recorded.begin_again()
+            for i in range(len(recorded.batches)):
+                total = self._forward(i)
                 totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
                 value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
                 self.own_backwards |= own_backwards(value)
@@ -90,12 +93,32 @@ class PlainGradient:
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
         self._totals = totals
 
+    def _forward(self, i: int) -> LossSum:
+        """The losses of a micro-batch, which begins as it did in the window."""
+        assert self._recorded.loss is not None
+        batch = to_device(self._recorded.batches[i], self._engine.device)
+        self._recorded.draw_again(i)
+        with self._engine.autocast():
+            return self._recorded.loss(self._engine.unwrapped_model, batch)
+
+    def _looks_at_size(self, value: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        """Walks a graph twice; it may be walked again."""
+        if not value.requires_grad:
+            return
+        weights, relations = list(parameters.values()), self._recorded.relations
+        once, larger = (
+            torch.autograd.grad(scaled, weights, retain_graph=True, allow_unused=True)
+            for scaled in (self._scaled(value), self._scaled(value) * relations.factor)
+        )
+        relations.sizes(list(parameters), once, larger)
+
     def _add(self, value: Tensor, parameters: Mapping[str, Tensor], *, keep: bool) -> None:
         """Adds the gradient of one micro-batch, times the loss scale, so that fp16 rounds as in the engine."""
         if not value.requires_grad:
             return
-        scaled = value if self._recorded.scale is None else value * self._recorded.scale
-        found = torch.autograd.grad(scaled, list(parameters.values()), retain_graph=keep, allow_unused=True)
+        found = torch.autograd.grad(
+            self._scaled(value), list(parameters.values()), retain_graph=keep, allow_unused=True
+        )
         for name, gradient in zip(parameters, found, strict=True):
             if gradient is None:
                 continue
@@ -105,6 +128,9 @@ class PlainGradient:
                 self.parts[name] += part
             else:
                 self.parts[name] = part.clone() if part is gradient else part
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        return value if self._recorded.scale is None else value * self._recorded.scale
 
     # --- whether it is the window's
 

@@ -117,6 +117,7 @@ class GradientProof:
             return
         if self.records.loss is not None and not too_large:
             self._run_again()
+        self.records.relations.check(held, self.records.loss_scale * divisor)
         (failed,) = self._world.all_reduce_host([bool(self._problem)])
         if failed and (not sharded or self.records.loss is None):
             self._give_up()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from distaccum.data.window import Window
@@ -13,7 +14,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
 from distaccum.losses.base import InOrder, Loss
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
-from distaccum.program import MEANS, load
+from distaccum.program import MEANS, PLAIN_STATE, RELATIONS, load
 
 
 class RecordedWindow:
@@ -34,6 +35,8 @@ class RecordedWindow:
         """The losses of each micro-batch, as the window gave them."""
         self.buffers: Buffers | None = None
         """That the window begins with; with :attr:`loss`."""
+        self.plain = load(PLAIN_STATE)([])
+        """What model and loss hold as plain attributes when the window begins; with :attr:`loss`."""
         scale = engine.loss_scale
         self.provisional_count = float(window.samples)
         """What losses are divided by where the count is known at the window's end only."""
@@ -43,12 +46,20 @@ class RecordedWindow:
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
+        self.relations = load(RELATIONS)(engine, len(window.micro_batches))
+        """What holds while it runs, whatever it computes."""
         self._engine = engine
+
+    @property
+    def users(self) -> Sequence[object]:
+        """The loss, where it is the user's own and not a window's second pass."""
+        return [] if self.loss is None or isinstance(self.loss, InOrder) else [self.loss]
 
     def rerun_with(self, loss: Loss) -> None:
         """The forwards are to be run again with ``loss``; called before the first of them."""
         self.loss = loss
         self.buffers = Buffers(self._engine)
+        self.plain = load(PLAIN_STATE)([*self._engine.unwrapped_model.modules(), *self.users])
 
     def recording(self, loss: Loss) -> Any:
         """``loss``, noting the random numbers that it begins with and what it gives."""
@@ -67,8 +78,16 @@ class RecordedWindow:
         self.states, self.totals, self.means = [], [], load(MEANS)(window)
         self.batches = [micro.batch for micro in window.micro_batches]
 
+    def begin_again(self) -> None:
+        """Sets buffers and plain attributes to what the window begins with."""
+        assert self.buffers is not None
+        self.buffers.restore()
+        self.plain.restore()
+        torch.clear_autocast_cache()
+
     def before_forward(self) -> None:
-        """Notes the random numbers that a micro-batch's forward begins with."""
+        """Notes the random numbers that a micro-batch's forward begins with, and the weights."""
+        self.relations.before_forward()
         self.states.append(RNGState.capture(self._engine.device))
 
     def draw_again(self, i: int) -> None:
@@ -78,7 +97,8 @@ class RecordedWindow:
             self.loss.begin(i)
 
     def note(self, total: LossSum, counts: Any = None) -> None:
-        """Notes a micro-batch's losses, and its counts where the window does not know them."""
+        """Notes a micro-batch's losses, and its counts where the window does not know them; its forward has ended."""
+        self.relations.after_forward()
         if not isinstance(self.loss, InOrder):
             self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})

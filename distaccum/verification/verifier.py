@@ -113,6 +113,8 @@ class Verifier(WindowHook):
         if self._due():
             self._skipped.check()
             self.proof = self.proof_of(window)
+            if self._count is not None:
+                self.proof.records.relations.check_counts(window, self._count)
         if self._since is not None:
             self._since += 1
 

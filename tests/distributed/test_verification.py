@@ -21,7 +21,7 @@ from tests.support.engine_matrix import ENGINES
 
 COVERING = {  # each way of being wrong: in a part, by a factor, after the step, on one rank, where the model is sharded
     "mean of means": "the gradient of every parameter is off by",
-    "the engine's averaging forgotten": "0.50x = 1 / (2 ranks)",
+    "the engine's averaging forgotten": "2.00x = 2 ranks",
     "a leaked tail": "are still there after the step",
     "division by the planned instead of the actual count": "x the true count",
     "zero1: what each rank has stepped is not broadcast": "the weights are no longer the same",
@@ -182,7 +182,7 @@ def test_later_windows_cost_what_they_cost_without_a_proof() -> None:
     assert later["other reductions"] == windows  # their counts
     assert later["other collectives"] == 0
     first, plain = found["first"]["first window"]["aten ops"], found["never"]["first window"]["aten ops"]
-    assert first < 2.5 * plain  # a forward and a backward more, and what compares
+    assert first < 3.0 * plain  # a forward and three backwards more, of one micro-batch, and what compares
 
 
 @pytest.mark.heavy

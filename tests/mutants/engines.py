@@ -21,16 +21,8 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "ddp",
         "bf16",
         Mutant(
-            "ddp: the engine's averaging forgotten",
-            (("engines/ddp/engine.py", "1 if options.scaler or reducer.sums else world.size,", "1,"),),
-        ),
-    ),
-    (
-        "ddp",
-        "fp16",
-        Mutant(
-            "ddp: in fp16 the average is not made a sum",
-            (("engines/ddp/engine.py", "world.size if options.scaler and not reducer.sums else 1", "1"),),
+            "ddp: buckets are averaged",
+            (("engines/ddp/reducer.py", "(self._dtype, self.divisor)", "(self._dtype, self._world.size)"),),
         ),
     ),
     (
@@ -156,7 +148,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "bf16",
         Mutant(
             "deepspeed: its averaging forgotten",
-            (("engines/deepspeed/engine.py", "1 if scaler else world.size,", "1,"),),
+            (("engines/deepspeed/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
         ),
     ),
     (
@@ -164,7 +156,7 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
         "fp16",
         Mutant(
             "deepspeed: in fp16 the average is not made a sum",
-            (("engines/deepspeed/engine.py", "divisor / (self._world.size if self._scaler else 1)", "divisor"),),
+            (("engines/deepspeed/engine.py", "divisor / self._world.size", "divisor"),),
         ),
     ),
 )

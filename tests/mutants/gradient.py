@@ -73,8 +73,8 @@ MUTANTS = (
         (
             (
                 "engines/ddp/engine.py",
-                "gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,",
                 "gradient_divide_factor=1,",
+                "gradient_divide_factor=world.size,",
             ),
         ),
     ),

@@ -356,7 +356,11 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 "tests/unit/verification/test_parts.py::test_what_may_not_be_cut_is_told",
                 "losses alone are looked at",
-                ("verification/parts.py", "        said = _gradients(", "        said = False and _gradients("),
+                (
+                    "verification/parts.py",
+                    "        said = gradients_differ(",
+                    "        said = False and gradients_differ(",
+                ),
             ),
             (
                 f"{MEMORY}parts_with_dropout_draw_as_micro_batches_of_their_own",
@@ -410,8 +414,8 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
             "losses are divided for the ranks": (
                 "engines/ddp/engine.py",
-                "gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,",
-                "gradient_divide_factor=1 if options.scaler else world.size,",
+                "gradient_divide_factor=1,",
+                "gradient_divide_factor=world.size,",
             ),
             "fsdp2 adds sums that are no neighbours in the tree": (
                 "engines/fsdp2/tree_scatter.py",

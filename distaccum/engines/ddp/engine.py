@@ -1,4 +1,4 @@
-"""DistributedDataParallel: parameters replicated, gradients averaged in buckets at the boundary."""
+"""DistributedDataParallel: parameters replicated, gradients added up in buckets at the boundary."""
 
 from __future__ import annotations
 
@@ -66,17 +66,13 @@ class DDPEngine(Engine):
         config, policy, options = context.engine, context.policy, context.step_options(world.device)
         assert isinstance(config, DDPConfig)  # zero1's settings are some, too
         facts = EngineFacts(
-            # With a scaler the average becomes a sum where it is unscaled, not in the loss: what fp16 can hold of a
-            # gradient then does not depend on the world's size.
-            gradient_divide_factor=1 if options.scaler or reducer.sums else world.size,
+            gradient_divide_factor=1,
             numerics=context.numerics,
             steps_parts=stepper.steps_parts,
             rounds_weights=policy.keeps_masters,
             state_layout=stepper.layout,
         )
         super().__init__(model, optimizers, world, policy, scaler=options.scaler, facts=facts)
-        # A factor that the reduced gradient is still to get.
-        self._sums_to = world.size if options.scaler and not reducer.sums else 1
         self._reducer, self._stepper = reducer, stepper
         apply_precision(model.to(world.device), policy, world.device, warn=world.is_main)
         stepper.start(model, optimizers, world, policy)
@@ -307,7 +303,7 @@ class DDPEngine(Engine):
         among = self._unused.masked(self._world, needs_some=self._ran) if self._unused.looks else None
         self._stepper.before_step(self._optimizers, self._optimizer_step)
         with self._stepper.groups:
-            output = self._optimizer_step.step(divisor / self._sums_to, self.norm_bound, among=among)
+            output = self._optimizer_step.step(divisor / self._reducer.divisor, self.norm_bound, among=among)
         if self._fault:
             output = replace(output, fault=self._fault)
         self._stepper.after_step()

@@ -256,39 +256,40 @@ class Reduction:
         self._reducer._remove_autograd_hooks()
 
 
-def average_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
-    """A communication hook for DDP: averages each bucket over ``ranks``, sent in ``dtype``.
+def reduced_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], Any]:
+    """A communication hook for DDP: divides each bucket by ``ranks``, and adds them up, sent in ``dtype``.
 
     Torch's own ``fp16_compress_hook`` casts before it divides: of 80000 and 20000 it makes infinity, though fp16 holds
     their average.
     """
 
-    def average(whole: torch.Tensor) -> Any:
-        sent = whole.div_(ranks).to(dtype)
+    def reduce(whole: torch.Tensor) -> Any:
+        divided = whole if ranks == 1 else whole.div_(ranks)
+        sent = divided if dtype is torch.float32 else divided.to(dtype)  # fp64 stays what it is
         reduced = dist.all_reduce(sent, async_op=True).get_future()
-        return reduced.then(lambda done: whole.copy_(done.value()[0]))
+        return reduced.then(lambda done: whole if sent is whole else whole.copy_(done.value()[0]))
 
-    return lambda _, bucket: average(bucket.buffer())  # DDP accepts its own annotations, as types, or none
+    return lambda _, bucket: reduce(bucket.buffer())  # DDP accepts its own annotations, as types, or none
 
 
 class BucketReducer:
-    """DDP's own reduction of its buckets, which averages; in another format than fp32 by a hook.
+    """Adds up DDP's buckets over the ranks, which DDP by itself averages: what a backward sees is then the window's
+    gradient on any number of ranks, also where a hook looks at its size.
 
     Args:
         world: this rank.
-        dtype: what gradients travel in.
+        dtype: what gradients travel in. In fp16, which a sum may exceed, it averages.
     """
 
-    sums = False
-    """Whether it adds gradients up and divides by nothing."""
-
     def __init__(self, world: World, dtype: torch.dtype = torch.float32) -> None:
+        self.divisor = world.size if dtype is torch.float16 else 1
+        """What the reduced gradient is still to be multiplied by."""
         self._world, self._dtype = world, dtype
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Before the first backward."""
-        if self._dtype is not torch.float32:
-            ddp.register_comm_hook(None, average_in_dtype(self._dtype, self._world.size))
+        if self._world.size > 1 or self._dtype is not torch.float32:
+            ddp.register_comm_hook(None, reduced_in_dtype(self._dtype, self.divisor))
 
     def placed(self, gradients: Sequence[Tensor | None]) -> None:
         """Told that gradients lie in their buckets."""

@@ -41,8 +41,6 @@ class TreeReducer(BucketReducer):
         world: this rank.
     """
 
-    sums = True
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._rank, self._ranks = world.rank, world.size

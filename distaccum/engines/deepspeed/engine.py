@@ -87,9 +87,7 @@ class DeepSpeedEngine(Engine):
         _check(model, optimizers, settings)
         stage = int(settings.get("zero_optimization", {}).get("stage", 0))
         facts = EngineFacts(
-            # As in the other engines the average becomes a sum where the loss is unscaled: what fp16 can hold of a
-            # gradient then does not depend on the world's size. DeepSpeed always averages.
-            gradient_divide_factor=1 if scaler else world.size,
+            gradient_divide_factor=1,  # DeepSpeed averages, which the step undoes: backwards see the window's gradient
             forward_communicates=stage >= _FIRST_THAT_SHARDS_PARAMETERS,
             steps_parts=policy.casts or bool(stage),
             state_layout=StateLayout.SHARDED,
@@ -261,7 +259,12 @@ class DeepSpeedEngine(Engine):
         scaled = self._scaler.scale(loss) if self._scaler else loss
         recorded = self._uneven_inputs.backward(scaled) if self._uneven_inputs else nullcontext()
         with self._lock, self._backwards.of_window(), recorded:
-            self._engine.backward(scaled, scale_wrt_gas=False)
+            if scaled.requires_grad:
+                self._engine.backward(scaled, scale_wrt_gas=False)
+            elif self._uneven_inputs and (through := self._uneven_inputs.unreached())[0]:
+                torch.autograd.backward(
+                    *through
+                )  # a constant, of a micro-batch that counts nothing; others communicate
         self._watch.note()
 
     def _look_for_changes(self) -> None:
@@ -289,7 +292,7 @@ class DeepSpeedEngine(Engine):
         else:
             self._look_for_changes()
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
-        factor = float(scale) * divisor / (self._world.size if self._scaler else 1)
+        factor = float(scale) * divisor / self._world.size
         names, norms = self._norms()
         square = norms.double().square().sum().reshape(1)
         trace = 0 if self._trace is None else self._trace.number

@@ -126,7 +126,7 @@ class FSDP2Engine(Engine):
         self._hooks += self._skipped.hooks
         self._used = UsedParameters(self._sharded.shards())
         self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used, self._before_reduction())
-        self._window_begun = False
+        self._window_begun, self._left = False, 0
         self._fault = ""  # of the window, that only this rank may know
         self._trains: list[bool] = []  # at the window's begin: which parameters need a gradient
         self._in_micro_step = self._for_nothing = False
@@ -268,7 +268,7 @@ class FSDP2Engine(Engine):
         """
         self._open_window()
         self._take_assignment(assignment)
-        self._window_begun = True
+        self._window_begun, self._left = True, micro_steps
         missing = self._uneven_inputs.missing_steps(micro_steps, like=self._skipped.proposal)
         self._skipped.begin_window(agreed=self._uneven_inputs.alike)
         for _ in range(missing - (0 if micro_steps else 1)):
@@ -316,6 +316,9 @@ class FSDP2Engine(Engine):
             problem = f"{name} of {type(unit).__name__} was replaced, as torch.func.functional_call does"
             remedy = "call the module itself, or use an engine that holds whole parameters (ddp, zero1)"
             raise MisuseError(f"{problem}, and a forward would gather the parameter all the same: {remedy}")
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):  # a training forward could not write what is gathered in it
+                unit.unshard()  # type: ignore[operator]
 
     def _note_fault(self, fault: str) -> None:
         self._fault = self._fault or fault
@@ -344,6 +347,10 @@ class FSDP2Engine(Engine):
     def micro_step(self, *, sync: bool) -> Iterator[None]:
         """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
         self._open_window()
+        self._left -= 1
+        if self._left > 0 and sync:
+            problem = f"micro_step(sync=True) with {self._left} micro-steps of the window left"
+            raise MisuseError(f"{problem}: give it to the last one, or reduce in each by engine.sync=every")
         self._uneven_inputs.begin_micro_step()
         self._units.reduce(sync=False)
         self._sync, self._in_micro_step = sync, True
@@ -387,7 +394,8 @@ class FSDP2Engine(Engine):
         self._units.reduce(sync=self._sync)
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         with self._uneven_inputs.backward(scaled):
-            scaled.backward()  # type: ignore[no-untyped-call]
+            if scaled.requires_grad:  # else it is a constant, of a micro-batch that counts nothing
+                scaled.backward()  # type: ignore[no-untyped-call]
             self._join_backward()
         self._units.gathered = not self._reshards
         if (self._sync or self._units.every) and any(

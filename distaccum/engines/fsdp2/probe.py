@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -56,6 +56,10 @@ class FSDP2Probe(GradientProbe):
         """See :class:`GradientProbe`; frees what a forward has left gathered: the shards are in its places again."""
         self._units.free()
         yield from super().reduced_gradients()
+
+    def gradient_hooks(self, parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor | None]]:
+        """See :class:`GradientProbe`."""
+        return self._sharded.hooks_of(parameter)
 
     @property
     def local_gradients(self) -> LocalGradients | None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.modules import is_sharded, shard_like, to_local
-from distaccum.engines.rules import differs_on_shards, trial_copy
+from distaccum.engines.rules import differs_on_shards, expect_no_lists, trial_copy
 from distaccum.errors import ConfigError, MisuseError, shorten
 
 # Hooks on parameters: ``fully_shard`` makes new parameters, and leaves the hooks on the ones that it drops.
@@ -124,6 +124,7 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
     """
     sharded = dict(model.named_parameters(remove_duplicate=False))
     for optimizer in optimizers:
+        expect_no_lists(optimizer, "fsdp2")
         kind = type(optimizer).__name__
         if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):  # Adagrad makes it when it is made
             problem = "it has stepped, and its state is of whole parameters"

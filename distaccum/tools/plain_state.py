@@ -1,0 +1,85 @@
+"""What Python holds of a program, kept and put back around what runs a forward once more."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+_LIBRARIES = ("torch", "distaccum", "builtins", "numpy")
+_OF_A_MODULE = frozenset((*vars(nn.Module()), "training"))  # engines, hooks and contexts of ours have these
+_OF_A_WRAPPER = ("ds_", "applied_pre_backward")  # what is counted from a forward to its backward
+_MOST = 10_000  # objects
+
+
+class PlainState:
+    """Numbers, texts, tensors, lists, sets and dictionaries that objects hold as attributes, as they are now.
+
+    Also of objects of the user's that they hold, at any depth. Not what functions close over.
+
+    Args:
+        owners: modules, and other objects.
+    """
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._kept: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
+        seen: set[int] = set()
+        left = list(owners)
+        while left and len(seen) < _MOST:
+            owner = left.pop()
+            attributes = getattr(owner, "__dict__", None)
+            if id(owner) in seen or not isinstance(attributes, dict):
+                continue
+            seen.add(id(owner))
+            own = {key: value for key, value in attributes.items() if _is_own(key)}
+            contents = [(value, _copy(value)) for value in own.values() if _has_contents(value)]
+            self._kept.append((attributes, own, contents))
+            left += [value for value in own.values() if _is_the_users(value)]
+
+    def restore(self) -> None:
+        """Sets them to what they were; an attribute that is new, and plain, goes."""
+        for attributes, own, contents in self._kept:
+            for value, copy in contents:
+                _put_back(value, copy)
+            for key in [key for key in attributes if _is_own(key) and key not in own]:
+                if isinstance(attributes[key], _IMMUTABLE) or _has_contents(attributes[key]):
+                    del attributes[key]
+            for key, value in own.items():
+                if attributes.get(key) is not value and not isinstance(value, nn.Module):
+                    attributes[key] = value
+
+
+def _is_own(key: object) -> bool:
+    return isinstance(key, str) and key not in _OF_A_MODULE and not key.startswith(_OF_A_WRAPPER)
+
+
+def _has_contents(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_leaf and not isinstance(value, nn.Parameter) and not value.requires_grad
+    return type(value) in (list, dict, set, deque)
+
+
+def _is_the_users(value: object) -> bool:
+    library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    return not library and not isinstance(value, nn.Module | type) and hasattr(value, "__dict__")
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.shape != copy.shape:
+            value.set_(copy)  # resized in place
+        elif not torch.equal(value, copy):
+            with torch.no_grad():
+                value.copy_(copy)
+    elif isinstance(value, dict) or len(value) != len(copy) or any(map(operator.is_not, value, copy)):
+        value.clear()
+        value.extend(copy) if isinstance(value, list | deque) else value.update(copy)

@@ -1,0 +1,217 @@
+"""What holds in every right program: programs that break a relation are told before a step, others train exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distaccum import Accumulator, DataSpec, DistaccumError, World
+from distaccum.errors import VerificationError
+from tests.support.threads import run_ranks
+
+EXACT, SAMPLES, WINDOW = 5e-6, 24, 8
+Batch = tuple[Tensor, Tensor]
+
+
+class Aux(torch.autograd.Function):
+    """A term whose gradient is one whatever the loss is, as some mixtures of experts have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].new_ones(())
+
+
+class Net(nn.Module):
+    """Two layers, with ``does`` what a case is of."""
+
+    def __init__(self, does: Callable[[Net, Tensor], Tensor] | None = None, hook: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
+        self.teacher = nn.Linear(6, 1).requires_grad_(False)
+        self.calls, self.seen = 0, list[int]()
+        self.does = does
+        if hook is not None:
+            self.a.weight.register_hook(hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x)) if self.does is None else self.does(self, x)
+        return self.b(hidden)
+
+
+def clipped(net: Net, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    return hidden
+
+
+def normalized(net: Net, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda g: g / g.norm())
+    return hidden
+
+
+def follows(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.teacher.weight.mul_(0.5).add_(net.a.weight[:1], alpha=0.5)
+    return torch.tanh(net.a(x)) - net.teacher(x)
+
+
+def unit_rows(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.a.weight.data.copy_(F.normalize(net.a.weight.data, dim=1))  # past the version counter
+    return torch.tanh(net.a(x))
+
+
+def by_samples(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.a.weight.add_(1e-3 * x.sum())
+    return torch.tanh(net.a(x))
+
+
+def counts(net: Net, x: Tensor) -> Tensor:
+    net.calls += net.training
+    net.seen.append(len(x))
+    return torch.tanh(net.a(x)) * (1 + 0.1 * len(net.seen))
+
+
+def squares(model: nn.Module, batch: Batch) -> Tensor:
+    found: Tensor = (model(batch[0]) - batch[1]).square().sum()
+    return found
+
+
+class Squares:
+    """The same, which counts samples."""
+
+    def count(self, batch: Batch) -> int:
+        return len(batch[0])
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return squares(model, batch)
+
+
+def samples() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(6, generator=generator), torch.randn(1, generator=generator)) for _ in range(SAMPLES)]
+
+
+def truth(model: Net) -> dict[str, Tensor]:
+    """After a loop in fp64 on one process, over whole windows."""
+    model, data = model.double(), [(x.double(), y.double()) for x, y in samples()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for k in range(0, SAMPLES, WINDOW):
+        optimizer.zero_grad()
+        x, y = (torch.stack(parts) for parts in zip(*data[k : k + WINDOW], strict=True))
+        (squares(model, (x, y)) / WINDOW).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train(
+    world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bool, around: Any = None, **settings: Any
+) -> Any:
+    """The largest error of a weight after a run in a loop of the user's, or with ``acc.step``; or what it is told."""
+    loss = Squares()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": loss.count, "world": world}
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes, **settings)
+    try:
+        for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
+            if whole:
+                acc.step(window, loss)
+            for micro in () if whole else window:
+                with acc.accumulate(), around() if around else torch.enable_grad():
+                    acc.backward(loss(acc.model, micro.batch))
+    except DistaccumError as error:
+        weight: Any = model.b.weight
+        now = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        stepped = not torch.equal(before["b.weight"], now)
+        return f"stepped: {error}" if stepped else str(error)
+    found = acc.state_dict()["model"]
+    return max(float((found[name].double() - value).abs().max()) for name, value in expected.items())
+
+
+LINEAR = "is no linear function of the gradient"
+CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
+    "a clip of each sample": (lambda: Net(clipped), False, 2, {}, ""),
+    "a clip of each sample, whole": (lambda: Net(clipped), True, 2, {}, ""),
+    "a clip at a loss scale": (lambda: Net(clipped), False, 1, {"precision": "fp16"}, "does not grow with the loss"),
+    "at a loss scale, whole": (lambda: Net(clipped), True, 1, {"precision": "fp16"}, "does not grow with the loss"),
+    "one norm of a micro-batch": (lambda: Net(normalized), True, 1, {}, "their gradients do not"),
+    "a term of its own": (
+        lambda: Net(lambda net, x: Aux.apply(h := torch.tanh(net.a(x)), h.square().mean())),  # type: ignore[no-untyped-call]
+        True,
+        1,
+        {},
+        "their gradients do not",
+    ),
+    "a hook that clamps": (lambda: Net(hook=lambda g: g.clamp(-0.1, 0.1)), False, 1, {}, LINEAR),
+    "a hook that clamps now and then": (lambda: Net(hook=lambda g: g.clamp(-9.0, 9.0)), False, 2, {}, LINEAR),
+    "a hook that decays": (lambda: Net(hook=lambda g: g + 0.1), False, 2, {"engine": "zero1"}, LINEAR),
+    "a hook on shards": (lambda: Net(hook=lambda g: g / (1 + g.abs())), True, 2, {"engine": "fsdp2"}, LINEAR),
+    "a hook that looks": (lambda: Net(hook=lambda g: None), False, 2, {}, ""),
+    "a teacher that follows": (lambda: Net(follows), False, 1, {}, "writes teacher.weight, which moves once for each"),
+    "unit rows": (lambda: Net(unit_rows), False, 2, {}, ""),
+    "unit rows, on parts": (lambda: Net(unit_rows), False, 2, {"engine": "zero1"}, "writes a.weight, and this engine"),
+    "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # of fp16 on a CPU
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_is_exact_or_told_before_a_step(name: str) -> None:
+    make, whole, ranks, settings, said = CASES[name]
+    models, expected = [make() for _ in range(ranks)], truth(make())
+    for found in run_ranks(ranks, lambda world: train(world, models[world.rank], expected, whole=whole, **settings)):
+        if said:
+            assert said in found
+            assert not found.startswith("stepped")
+        else:
+            assert found <= EXACT
+
+
+def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
+    def run(verify: str) -> tuple[int, list[int], Tensor]:
+        model, loss = Net(counts), Squares()
+        sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": WINDOW, "count": loss.count}
+        acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes, world=gloo_world, verify=verify)
+        for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
+            acc.step(window, loss)
+        return model.calls, model.seen, model.a.weight.detach()
+
+    (calls, seen, weight), (as_many, alike, same) = run("first"), run("never")
+    assert (calls, seen) == (as_many, alike) == (3, [WINDOW] * 3)
+    assert torch.equal(weight, same)
+
+
+def test_casts_follow_the_weights_within_a_context_of_the_users(gloo_world: World) -> None:
+    context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    expected = truth(Net())
+    with context():  # around the loop, and within accumulate()
+        assert train(gloo_world, Net(), expected, whole=False) <= 2e-2
+        assert train(gloo_world, Net(), expected, whole=False, around=context, precision="bf16") <= 2e-2
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_counts_add_up_or_are_told(gloo_world: World) -> None:
+    def run(count: Callable[[Batch], int]) -> None:
+        model = nn.Linear(6, 1)
+        sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": count, "world": gloo_world}
+        acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
+        next(acc.windows(DataSpec(train=samples(), shuffle=False)))
+
+    run(lambda batch: int((batch[0] > 0.5).sum()))
+    with pytest.raises(VerificationError, match=r"count \d+ alone and \d+ together.*no max\(1, n\)"):
+        run(lambda batch: max(2, int((batch[0] > 0.5).sum())))
