@@ -33,7 +33,6 @@ from distaccum.engines.context import EngineContext
 from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
-from distaccum.engines.rules import wants_closure
 from distaccum.errors import ON_ALL_RANKS, ConfigError, shorten
 from distaccum.precision import hardware
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
@@ -343,6 +342,8 @@ def _load(entry: str) -> Any:
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    from distaccum.engines.rules import wants_closure  # noqa: PLC0415  where an engine is made
+
     free = {id(parameter) for parameter in model.parameters()}
     every = set(free)
     for optimizer in optimizers:
