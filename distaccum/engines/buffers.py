@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.state import takes_extra
-from distaccum.program import PLAIN_STATE, load
 
 
 @contextmanager
@@ -24,6 +23,8 @@ def state_restored(engine: Engine, *others: object) -> Iterator[None]:
         engine: of the model.
         others: objects beside the model whose plain attributes a forward may change: the loss.
     """
+    from distaccum.program import PLAIN_STATE, load  # noqa: PLC0415  in windows that are looked at
+
     generators = RNGState.capture(engine.device)
     plain = load(PLAIN_STATE)([*engine.unwrapped_model.modules(), *others])
     try:

@@ -11,7 +11,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from enum import Enum, auto
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -151,19 +150,6 @@ def differs_on_shards(optimizer: Optimizer, world: World) -> bool:
                 continue
             if not _alike(expected, [end_to_end(mine) for mine in values]):
                 return True
-    return False
-
-
-def wants_closure(optimizer: Optimizer) -> bool:
-    """Whether a step without a closure, which runs the model again, is refused by the optimizer itself."""
-    if type(optimizer).__module__.startswith("torch."):
-        closure = signature(type(optimizer).step).parameters.get("closure")
-        return closure is not None and closure.default is Parameter.empty
-    trial = trial_copy(optimizer, [], wraps=True)
-    try:
-        trial.step()
-    except Exception as error:  # each optimizer has its own
-        return "closure" in str(error)
     return False
 
 
