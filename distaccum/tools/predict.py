@@ -145,8 +145,16 @@ def _dataset(data: DataSpec, which: str, stated: Mapping[str, Any]) -> Any:
         if column not in row:
             problem = f"{place(which, line)} has no column {column!r}"
             raise ConfigError("data", which, problem, f"It has {shorten(list(row))}")
+        if not isinstance(row[column], str | int | float):
+            problem = f"{place(which, line)} has no text in column {column!r}"
+            raise ConfigError("data", which, problem, "Mend that line, or take it out")
         texts.append(str(row[column]))
+    if not texts:
+        raise ConfigError("data", which, "has no rows", "Give a file with samples to predict")
     found = data.tokenizer(texts, truncation=True, max_length=stated.get("max_length", 256))["input_ids"]
+    if not all(found):
+        problem = f"sample {found.index([])} has no token in column {column!r}"
+        raise ConfigError("data", which, problem, "Give it a text, or take it out")
     return [{"input_ids": (ids := torch.tensor(each)), "attention_mask": torch.ones_like(ids)} for each in found]
 
 
@@ -228,6 +236,9 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="see below; out=FILE is needed")
     given = parser.of()
+    for one in given.settings:
+        if not all(one.partition("=")):
+            parser.exit(2, f"{parser.prog}: {one}: is no setting. Write KEY=VALUE, as in data=held_out\n")
     settings = dict(one.partition("=")[::2] for one in given.settings)
     out = Path(settings.pop("out", ""))
     if out.suffix not in (".jsonl", ".csv"):
@@ -237,6 +248,8 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: out={out}: there is no folder {out.parent}\n")
     if not given.run.is_dir():
         parser.exit(2, f"{parser.prog}: {given.run}: there is no such run\n")
+    if not (given.run / "checkpoints").is_dir():
+        parser.exit(2, f"{parser.prog}: {given.run}: holds no checkpoints. Name a run directory that does\n")
     try:
         number, checkpoint = predictions(given.run, out, settings, World.join())
     except (DistaccumError, OSError) as error:

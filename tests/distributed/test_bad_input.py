@@ -140,7 +140,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(folder: Path) -> dict[str, tuple[int, str]]:
-    """Exit code and stderr of each mistake."""
     found = {}
     for name, (words, _) in MISTAKES.items():
         finished = run(*words, "metrics=jsonl" if "wandb" not in str(words) else "seed=0", cwd=folder)

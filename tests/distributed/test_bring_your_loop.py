@@ -41,7 +41,6 @@ def changed(name: str) -> str:
 
 
 def _weights(folder: Path, program: str, *arguments: str, world: int = 1) -> dict[str, torch.Tensor]:
-    """What the program leaves in ``weights.pt``."""
     folder.mkdir()
     shutil.copy(PROGRAMS / "common.py", folder)
     if "import deepspeed" in program:  # else it compiles a reduction on the CPU, for inference alone: half a minute

@@ -31,6 +31,5 @@ def answer(worker: str, *arguments: object, asked: Any = None, world: int = 2, *
 
 
 def give(found: Any, world: World) -> None:
-    """A worker's answer, which rank 0 writes."""
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -30,7 +30,6 @@ class Mutant:
     patches: Mapping[str, Callable[..., object]] | None = None
 
     def apply(self, patch: pytest.MonkeyPatch) -> None:
-        """Puts it into views.py."""
         for name, function in (self.patches or {}).items():
             patch.setattr(views, name, function)
 

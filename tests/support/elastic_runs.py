@@ -176,7 +176,6 @@ class Job:
         return _members(self.folder)
 
     def windows(self) -> int:
-        """The records that are written by now."""
         return logged(self.folder)
 
     def wait_for(self, condition: Callable[[], Any], within_s: float = 60) -> Any:

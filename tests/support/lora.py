@@ -81,7 +81,6 @@ def make_model(base: str = "float32") -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what is trained, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -112,7 +112,6 @@ def make_data(cell: Cell) -> list[dict[str, Tensor]]:
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Padded to the longest of these samples."""
     fill = {"inputs": PADDING, "labels": IGNORED}
     return {
         key: nn.utils.rnn.pad_sequence([sample[key] for sample in samples], True, fill[key])

@@ -85,7 +85,6 @@ class Members:
         return Notes(self._folder / f"{name}.jsonl")
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> float:
-        """Sends it; returns when."""
         now = time.monotonic()
         os.kill(self.processes[name].pid, number)
         return now

@@ -95,7 +95,6 @@ def samples_of(batch: Batch) -> int:
 
 
 def labels_of(batch: Batch) -> int:
-    """The labels of a batch that are not ignored."""
     return int((batch["labels"] != -100).sum())
 
 
@@ -164,7 +163,6 @@ def start(program: Program, dtype: torch.dtype) -> nn.Module:
 
 
 def before(program: Program) -> dict[str, Tensor]:
-    """The weights that training begins from."""
     if program.truth is gan_truth:
         return gan_truth(torch.float64, steps=0)
     return weights_of(start(program, torch.float64))
@@ -499,7 +497,6 @@ def penalised(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def two_losses(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Over labels, and over samples."""
     logits = model(batch["tokens"])
     labels = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
     return {"labels": labels, "score": (logits.mean((1, 2)) - batch["y"][:, 0]).square().sum()}

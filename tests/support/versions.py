@@ -47,7 +47,6 @@ def install(folder: Path, torch: str) -> Path:
 
 
 def install_deepspeed(python: Path, version: str) -> None:
-    """In place of the one that is there."""
     _pip(python, *NEEDED_BY_DEEPSPEED)
     _pip(python, "--no-build-isolation", f"deepspeed=={version}", DS_BUILD_OPS="0")
 

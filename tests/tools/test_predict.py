@@ -14,6 +14,8 @@ from torch import nn
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
+from distaccum.data.datasets.labelled import labelled
+from distaccum.errors import ConfigError
 from distaccum.tools import predict
 from tests.support.commands import ROOT, TINY, succeed
 from tests.support.optional import needs
@@ -64,3 +66,20 @@ def test_a_language_models_newest_weights_say_a_loss(tmp_path: Path) -> None:
     rows = _rows(tmp_path / "out.jsonl")
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [(row["index"], row["count"]) for row in rows] == [(i, 16) for i in range(len(losses))]
+
+
+@needs("transformers")
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "text\n", "has no rows. Give a file with samples"),
+        ("a.csv", "words\nHi\n", "line 2 has no column 'text'"),
+        ("a.jsonl", '{"text": null}\n', "line 1 has no text in column 'text'"),
+    ],
+)
+def test_a_file_without_texts_is_refused(tmp_path: Path, name: str, content: str, said: str) -> None:
+    (tmp_path / "reviews.csv").write_text("text,label\nHi,a\nYo,b\n")
+    (tmp_path / name).write_text(content)
+    data = labelled(path=str(tmp_path / "reviews.csv"))
+    with pytest.raises(ConfigError, match=f"data=.*{said}"):
+        predict._dataset(data, str(tmp_path / name), {})

@@ -54,7 +54,6 @@ def weights(acc: Accumulator) -> list[float]:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """The message of what is refused."""
     try:
         call()
     except DistaccumError as error:
@@ -63,7 +62,6 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def run(name: str, world: World) -> dict[str, Any]:
-    """What one engine trains and refuses."""
     engine = DeepSpeedConfig(stage=2) if name == "deepspeed" else engine_config(name)
     model = make_model()
     whole, optimizer = make(engine, world, model)

@@ -273,7 +273,6 @@ class Squares:
 
 
 def run(world: World) -> None:
-    """A run that saves no checkpoint."""
     model = make()
     config = settings((GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 3}, optim={"clip_norm": None}, schedule={})
     trainer = Trainer(

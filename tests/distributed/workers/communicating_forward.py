@@ -51,7 +51,6 @@ def run_out_of_memory() -> None:
 
 
 def main() -> None:
-    """Prints what each global batch size led to."""
     torch.manual_seed(0)
     if "full" in sys.argv:
         run_out_of_memory()

@@ -515,7 +515,6 @@ def weights(world: World) -> Any:
 
 
 def refusal(action: Callable[[], object]) -> str:
-    """The message of an error on purpose."""
     try:
         action()
     except (CheckpointError, ConfigError, MisuseError) as error:

@@ -509,7 +509,6 @@ def made_from_nothing(world: World) -> dict[str, dict[str, Tensor]]:
 
 @part
 def meta(world: World) -> dict[str, Any]:
-    """Makes weights, and trains from these."""
     weights = made_from_nothing(world)
     if world.is_main:
         torch.save(weights, f"{sys.argv[1]}.pt")

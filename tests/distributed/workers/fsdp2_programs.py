@@ -574,7 +574,6 @@ def clear(model: nn.Module, _: Batch) -> None:
 
 
 def penalty(model: nn.Module, batch: Batch) -> Tensor:
-    """A gradient penalty on the input."""
     x = batch[0].clone().requires_grad_()
     first, _ = model(x)
     (slope,) = torch.autograd.grad(squares(first, batch[1]), x, create_graph=True)

@@ -39,7 +39,6 @@ OTHER = {"match": "enter.*", "dims": 2, "optimizer": SGD}
 
 
 def model() -> nn.Module:
-    """Of the same weights every time."""
     torch.manual_seed(1)
     layers = {"enter": nn.Linear(FEATURES, WIDTH), "norm": nn.LayerNorm(WIDTH), "body": nn.Linear(WIDTH, WIDTH)}
     return Net(nn.ModuleDict(layers | {"leave": nn.Linear(WIDTH, CLASSES)})).double()
@@ -94,7 +93,6 @@ def flat(weights: Any) -> dict[str, Any]:
 
 
 def decay(*, total_steps: int) -> Callable[[int], float]:
-    """The schedule of the plain loop."""
     return lambda step: float(0.9**step)
 
 

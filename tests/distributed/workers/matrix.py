@@ -73,7 +73,6 @@ def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> No
 
 
 def loader(cell: Cell) -> DataLoader[Any]:
-    """As a loop of one's own has it."""
     samples: Any = matrix.make_data(cell)
     return DataLoader(samples, batch_size=cell.micro, shuffle=True, collate_fn=matrix.collate)
 

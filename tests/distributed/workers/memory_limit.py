@@ -46,7 +46,6 @@ def squares(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def used() -> int:
-    """Bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 

@@ -114,7 +114,6 @@ def precision_of(name: str, power: int = 10) -> PrecisionConfig:
 
 
 def snapshot(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Copies of weights and optimizer state."""
     found = [p.detach().clone() for p in model.parameters()]
     for optimizer in optimizers:
         for state in optimizer.state_dict()["state"].values():

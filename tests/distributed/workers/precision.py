@@ -24,7 +24,6 @@ FORMATS = (("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "fp16"
 
 
 def make_model() -> nn.Module:
-    """A small GPT, the same everywhere."""
     torch.manual_seed(1)
     return GPT(vocab_size=32, seq_len=24, n_layer=2, n_head=2, n_embd=32, dropout=0.0)
 

@@ -36,7 +36,6 @@ class Before:
         return acc
 
     def moved(self) -> bool:
-        """Whether any of them is not what it was."""
         return not all(torch.equal(to_local(parameter.detach()), kept) for parameter, kept in self._kept)
 
 

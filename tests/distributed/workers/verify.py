@@ -279,7 +279,6 @@ def train(run: Run, world: World) -> str:
 
 
 def main(runs: list[Run], world: World) -> list[list[str]]:
-    """What every rank says of each run."""
     return [world.all_gather_object(train(run, world)) for run in runs]
 
 

@@ -64,7 +64,6 @@ def of_engines(cell: engine_matrix.Cell, world: World) -> None:
 
 
 def main(cells: list[dict[str, Any]], world: World) -> list[list[str]]:
-    """The lines of each cell; an error is one."""
     if any("engine" in cell and cell["engine"].startswith("deepspeed") for cell in cells):
         engines.allow_fp16()
     answer = []
