@@ -324,13 +324,9 @@ def _tiny(arguments: list[str]) -> list[str]:
     return [*model, *heads, f"trainer.max_steps={steps}", "schedule.warmup_steps=1", "metrics=jsonl"]
 
 
-def _marks(command: str) -> pytest.MarkDecorator:
-    return pytest.mark.heavy
-
-
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[] if COMMANDS[c] == "README.md" else _marks(c)) for c in TRAINED],
+    [pytest.param(c, marks=[] if COMMANDS[c] == "README.md" else pytest.mark.heavy) for c in TRAINED],
 )
 def test_a_training_command_trains(command: str, tmp_path: Path) -> None:
     """As it stands, on as many processes, but for a tiny model and three updates."""

@@ -18,7 +18,6 @@ import pytest
 import distaccum
 from distaccum import functional
 from launch.docs.docstrings import markdown_of
-from launch.docs.hooks import of_the_site
 from tests.support.commands import ROOT
 
 CONFIGURATION = (ROOT / ".mkdocs.yml").read_text()
@@ -40,6 +39,8 @@ def test_the_api_page_has_every_public_name_once() -> None:
 
 
 def test_links_out_of_docs_lead_to_pages_of_the_site_or_are_text() -> None:
+    from launch.docs.hooks import of_the_site  # noqa: PLC0415  mkdocs
+
     page = (
         "[a](engines.md#x) [b](../CONTRIBUTING.md#tests) [c](../tests/simulation) [d](https://e.org) ![e](images/f.svg)"
     )

@@ -18,7 +18,6 @@ from time import time
 from typing import Any, NoReturn
 
 from distaccum.config.checks import seconds_of
-from distaccum.config.schema import RunConfig
 from distaccum.config.trainer import TrainerConfig
 from distaccum.data import loading_processes
 from distaccum.distributed.memory import is_out_of_memory, out_of_memory
@@ -134,9 +133,10 @@ def watched_start(config: Mapping[str, Any], run_dir: RunDir, rank: int) -> Iter
     Yields:
         Seconds that a rank may be later than another, and what to call once this one is ready.
     """
-    try:
-        trainer = RunConfig.from_dict(config).trainer
-    except ConfigError:  # which this rank says itself
+    own = config.get("trainer") or {}
+    try:  # these two alone: to type a whole configuration takes longer than the rest of a start
+        trainer = TrainerConfig(**{key: own[key] for key in ("hang_timeout", "group_timeout") if key in own})
+    except (ConfigError, TypeError):  # which this rank says itself
         trainer = TrainerConfig()
     limit = longest_pause(hang_timeout(trainer), group_timeout(trainer)) if trainer.hang_timeout else inf
     timer = Timer(min(limit, TIMEOUT_MAX), _tell_slow_start, (run_dir, rank, limit))

@@ -9,16 +9,19 @@ import pytest
 
 from tests.distributed.workers.empty_shard import HELD, expected
 from tests.support.answers import answer
-from tests.support.engine_matrix import ENGINES
+from tests.support.engine_matrix import in_groups
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-6  # of fp32 weights
 
 
+each_engine = in_groups("launched")
+
+
 @pytest.fixture(scope="module")
-def launched() -> Any:
-    """By rank, what the worker found: all engines in one launch."""
-    return answer("empty_shard", *ENGINES, warm="deepspeed", timeout=200)
+def launched(request: pytest.FixtureRequest) -> Any:
+    """By rank, what the worker found: the engines of a group in one launch."""
+    return answer("empty_shard", *request.param, warm="deepspeed", timeout=200)
 
 
 @pytest.mark.fault(
@@ -27,7 +30,7 @@ def launched() -> Any:
     does="trains on what the others have; the gradient is exact, on every engine",
 )
 @pytest.mark.parametrize("held", [name for name, (number, _) in HELD.items() if number])
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_a_rank_without_data_adds_nothing(launched: list[dict[str, Any]], engine: str, held: str) -> None:
     for rank in launched:
         found = rank[engine][held]
@@ -42,7 +45,7 @@ def test_a_rank_without_data_adds_nothing(launched: list[dict[str, Any]], engine
     does="ends on all ranks before the first step",
     says="epoch 0: the streams of all 2 ranks are empty",
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@each_engine
 def test_no_data_anywhere_is_an_error_on_all(
     launched: list[dict[str, Any]], engine: str, says: Callable[[str], None]
 ) -> None:

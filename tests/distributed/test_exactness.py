@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from tests.support import oracle
 from tests.support.commands import QUIET, TINY, metrics, succeed
 
-STEPS = 20
-# 145 samples of 16 bytes: a window of 48 or of 50 leaves a ragged last one, and 20 windows see several epochs end.
+STEPS = 8
+# 145 samples of 16 bytes: a window of 48 or of 50 leaves a ragged last one, and 8 windows see two epochs end.
 TEXT = "The quick brown fox jumps over the lazy dog, again and again; " * 44
 SIZES = {1: (48, 7), 2: (6, 5), 3: (4,), 4: (12,)}  # micro-batch sizes for each world size
 OPTIMIZERS = ("sgd", "adamw")
@@ -92,26 +92,3 @@ def _config(run_dir: Path) -> dict[str, Any]:
     config = OmegaConf.to_container(OmegaConf.load(run_dir / ".hydra" / "config.yaml"), resolve=True)
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
-
-
-@pytest.mark.slow
-def test_evaluation_is_the_same_on_every_world(tmp_path: Path, text: Path) -> None:
-    found = {}
-    for world in (1, 3):
-        run_dir = tmp_path / str(world)
-        succeed(
-            "data=text",
-            f"data.path={text}",
-            *TINY,
-            "metrics=jsonl",
-            "checkpoint.every=0",
-            "trainer.max_steps=3",
-            "batch.global_size=12",
-            "batch.micro_size=4",
-            "trainer.eval_every=1",
-            f"hydra.run.dir={run_dir}",
-            world=world,
-        )
-        found[world] = [record["eval_loss"] for record in metrics(run_dir)]
-    assert len(found[1]) == 3
-    assert found[3] == pytest.approx(found[1], rel=1e-5)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from tests.support.commands import ROOT, metrics, run, status
+from tests.support.optional import Library
 from tests.test_docs import Block, _tiny, _training, blocks, blocks_of, text_of
 
+sklearn_datasets = Library("sklearn.datasets")
 EXAMPLE = ROOT / "launch" / "examples" / "nanogpt"
 
 
@@ -139,7 +140,7 @@ def test_a_recipe_ends_in_a_file_of_predictions(recipe: str, world: int, tmp_pat
     assert "resuming" in finished.stdout or not finished.stdout  # the loop has no epoch left
     (file,) = tmp_path.glob("*.csv")
     rows = [line.split(",") for line in file.read_text().splitlines()[1:]]
-    truth = load_digits().target[-len(rows) :]
+    truth = sklearn_datasets.load_digits().target[-len(rows) :]
     assert [int(row[0]) for row in rows] == [*range(len(truth))]
     assert sum(int(found) == true for (_, found), true in zip(rows, truth, strict=True)) > 0.9 * len(truth)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,33 +30,35 @@ classes = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def launched() -> dict[int, Ranks]:
-    """By world size and rank, what the worker found: all of it in one launch each."""
-    return {world: answer("overflow", *parts, world=world, timeout=150) for world, parts in LAUNCHED.items()}
+@cache
+def _launched(world: int, *parts: str) -> Ranks:
+    """By rank, what the worker found: all of it in one launch each."""
+    found: Ranks = answer("overflow", *(parts or LAUNCHED[world]), world=world, timeout=150)
+    return found
 
 
-def _everyone(launched: dict[int, Ranks], world: int, part: str, key: Any) -> list[Any]:
-    return [rank[part][key] for rank in launched[world]]
+each_world = pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
+
+
+def _everyone(world: int, part: str, key: Any) -> list[Any]:
+    return [rank[part][key] for rank in _launched(world)]
 
 
 @classes
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
-def test_without_unscale_the_fused_path_decides_for_all_ranks(
-    launched: dict[int, Ranks], scaler: str, world: int
-) -> None:
+@each_world
+def test_without_unscale_the_fused_path_decides_for_all_ranks(scaler: str, world: int) -> None:
     """Torch's: each for itself; the rank that found nothing stepped, and went on at another scale."""
-    found = _everyone(launched, world, "scalers", f"{scaler}, 1 spoiled, fused")
+    found = _everyone(world, "scalers", f"{scaler}, 1 spoiled, fused")
     assert [rank["scale"] for rank in found] == [8.0] * world
     assert [rank["stepped"] for rank in found] == [False] * world
     assert all(rank["finite"] and rank["moved"] for rank in found)
 
 
 @classes
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
-def test_what_several_ranks_found_is_not_added_up(launched: dict[int, Ranks], scaler: str, world: int) -> None:
+@each_world
+def test_what_several_ranks_found_is_not_added_up(scaler: str, world: int) -> None:
     """Torch's sum is 2.0, which a fused kernel, asked whether it is 1.0, takes for finite: it steps by infinity."""
-    found = _everyone(launched, world, "scalers", f"{scaler}, {world} spoiled, unscale_, fused")
+    found = _everyone(world, "scalers", f"{scaler}, {world} spoiled, unscale_, fused")
     for rank in found:
         assert not rank["stepped"]
         assert rank["finite"]
@@ -64,12 +67,12 @@ def test_what_several_ranks_found_is_not_added_up(launched: dict[int, Ranks], sc
         assert rank["scale"] == 8.0
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.heavy)])
-def test_every_way_to_call_it_is_one_decision(launched: dict[int, Ranks], world: int) -> None:
-    ways = [key for key in launched[world][0]["scalers"] if key.startswith("ours")]
+@each_world
+def test_every_way_to_call_it_is_one_decision(world: int) -> None:
+    ways = [key for key in _launched(world)[0]["scalers"] if key.startswith("ours")]
     assert len(ways) == 8
     for way in ways:
-        for rank in _everyone(launched, world, "scalers", way):
+        for rank in _everyone(world, "scalers", way):
             seen = {key: rank[key] for key in ("stepped", "scale", "finite", "moved")}
             assert seen == {"stepped": False, "scale": 8.0, "finite": True, "moved": True}, way
 
@@ -84,20 +87,22 @@ CASES = [(world, i, case) for world in LAUNCHED for i, case in enumerate(chosen_
 
 
 @pytest.mark.parametrize(
-    ("world", "i", "case"), [pytest.param(*where, id=f"{where[0]} ranks, {_name(where[2])}") for where in CASES]
+    ("world", "i", "case"),
+    [
+        pytest.param(*where, id=f"{where[0]} ranks, {_name(where[2])}", marks=pytest.mark.heavy if where[0] > 2 else ())
+        for where in CASES
+    ],
 )
-def test_one_spoiled_value_skips_its_window_and_nothing_else(
-    launched: dict[int, Ranks], world: int, i: int, case: Case
-) -> None:
-    _check(_everyone(launched, world, "matrix", i), case)
+def test_one_spoiled_value_skips_its_window_and_nothing_else(world: int, i: int, case: Case) -> None:
+    _check(_everyone(world, "matrix", i), case)
 
 
 @pytest.mark.heavy
 def test_the_whole_matrix() -> None:
-    launched = {2: answer("overflow", "whole matrix", timeout=150)}
+    launched = _launched(2, "whole matrix")
     assert len(cases(2)) == 96
     for i, case in enumerate(cases(2)):
-        _check(_everyone(launched, 2, "whole matrix", i), case)
+        _check([rank["whole matrix"][i] for rank in launched], case)
 
 
 def _check(found: list[Any], case: Case) -> None:
@@ -135,10 +140,10 @@ def _check(found: list[Any], case: Case) -> None:
     assert [rank["rates"][1] for rank in found] == [after_bad] * world
 
 
-@pytest.mark.parametrize("world", LAUNCHED)
-def test_a_very_first_window_that_is_spoiled_leaves_no_state(launched: dict[int, Ranks], world: int) -> None:
+@each_world
+def test_a_very_first_window_that_is_spoiled_leaves_no_state(world: int) -> None:
     """What fused kernels would have made in it, they would have made of memory as they found it."""
-    for rank in launched[world]:
+    for rank in _launched(world):
         assert len(rank["first windows"]) >= 3
         for found in rank["first windows"]:
             assert found == {"applied": [False, True, True], "state made": 0, "as without it": True}
@@ -150,8 +155,8 @@ def test_a_very_first_window_that_is_spoiled_leaves_no_state(launched: dict[int,
     does="stays there, and a good window trains",
 )
 @pytest.mark.parametrize("way", ["step, fused", "backward, plain"])
-def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(launched: dict[int, Ranks], way: str) -> None:
-    found = _everyone(launched, 2, "endings", f"200 overflows, {way}")
+def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(way: str) -> None:
+    found = _everyone(2, "endings", f"200 overflows, {way}")
     for rank in found:
         assert rank["message"] == ""
         assert rank["applied"] == [0, 201, 202]
@@ -180,9 +185,9 @@ def _said_by_all(found: list[Any], *parts: str) -> None:
 )
 @pytest.mark.parametrize("by", ["step", "backward"])
 def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
-    launched: dict[int, Ranks], by: str, says: Callable[[str], None]
+    by: str, says: Callable[[str], None]
 ) -> None:
-    found = _everyone(launched, 2, "endings", f"overflows by default, {by}")
+    found = _everyone(2, "endings", f"overflows by default, {by}")
     says(found[0]["message"])
     for rank in found:  # one good window, 16 that take the scale from 2**16 to 1, and 10 more
         assert (rank["attempts"], rank["applied"]) == (27, [0])
@@ -204,14 +209,12 @@ def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
 
 @pytest.mark.parametrize("by", ["step", "backward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row(
-    launched: dict[int, Ranks], precision: str, by: str
-) -> None:
+def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row(precision: str, by: str) -> None:
     names = "of a.0.weight, a.0.bias, a.2.weight, a.2.bias"
-    stopped = _everyone(launched, 2, "endings", f"stop, {precision}, {by}")
+    stopped = _everyone(2, "endings", f"stop, {precision}, {by}")
     assert [(rank["attempts"], rank["applied"]) for rank in stopped] == [(2, [0])] * 2
     _said_by_all(stopped, "window 2 is NaN or infinite", names, "rank 0: 12, 13, 14, 15, 16, 17", "step 1")
-    skipped = _everyone(launched, 2, "endings", f"skip, {precision}, {by}")  # max_skips=4, and a good one between
+    skipped = _everyone(2, "endings", f"skip, {precision}, {by}")  # max_skips=4, and a good one between
     assert [(rank["attempts"], rank["applied"]) for rank in skipped] == [(7, [0, 2])] * 2
     _said_by_all(skipped, "window 7 is NaN or infinite (4 in a row", names, "step 2")
     assert ("It began on rank 0 in micro-batch 2" in skipped[0]["message"]) == (by == "step")

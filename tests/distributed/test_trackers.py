@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wandb.proto import wandb_internal_pb2
 
-from tests.distributed.test_wandb import DYING, _are, _config_of, _history, _protos, _summary, _upload
+from tests.distributed.test_wandb import DYING, _are, _config_of, _history, _protos, _summary, _upload, messages
 from tests.support.commands import ROOT, metrics, run, succeed
 
 TIMES = {"samples_per_s", "tokens_per_s", "step_time_s", "data_wait_s", "memory_bytes"}  # of a window that is repeated
@@ -143,7 +142,7 @@ def test_a_run_of_a_sweeps_agent_is_that_sweeps(tmp_path: Path) -> None:
     succeed(*DYING, *given, WANDB_MODE="offline", PYTHONPATH=str(ROOT), **variables)
     (file,) = folder.glob("wandb/offline-run-*-agents1/*.wandb")
     (record,) = (r.run for r in _protos(file) if r.WhichOneof("record_type") == "run")
-    assert isinstance(record, wandb_internal_pb2.RunRecord)
+    assert isinstance(record, messages.RunRecord)
     assert (record.sweep_id, record.run_id) == ("sweep1", "agents1")
     config = _config_of(record)
     assert config["optim.lr"] == config["optim"]["lr"] == 0.25

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 from tests.support.commands import IMAGES, ROOT, TINY, environment, in_memory, metrics, run, succeed
+from tests.support.optional import Library
 
+messages = Library("wandb.proto.wandb_internal_pb2")
 SETTINGS = (
     *TINY,
     "batch.global_size=8",
@@ -50,9 +51,9 @@ def _records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def _protos(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+def _protos(path: Path) -> Iterator[Any]:
     for content in _records(path):
-        record = wandb_internal_pb2.Record()
+        record = messages.Record()
         record.ParseFromString(content)
         yield record
 

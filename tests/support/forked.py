@@ -210,9 +210,19 @@ def _warm_distaccum() -> None:
 
 
 def _warm_hydra() -> None:
-    """Composes once: Hydra looks for its plugins, and its parser learns the grammar of overrides."""
-    from hydra import compose, initialize_config_dir  # noqa: PLC0415
+    """Composes once: Hydra looks for its plugins, and its parser learns the grammar of overrides.
 
+    A run composes twice, the first time for ``hydra.mode`` alone, which no file states in a test: once is left.
+    """
+    from hydra import compose, initialize_config_dir  # noqa: PLC0415
+    from hydra._internal.hydra import Hydra  # noqa: PLC0415
+
+    whole = Hydra.get_mode
+
+    def get_mode(self: Hydra, **given: Any) -> Any:
+        return whole(self, **given) if "hydra.mode" in str(given) else None
+
+    Hydra.get_mode = get_mode  # type: ignore[method-assign]
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         compose("config", ["trainer.max_steps=3", "hydra.run.dir=a/b-c.d", "optim=sgd", "+x.y=true", "~model.n_head"])
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from transformers import BatchEncoding
 
 from distaccum.data.batches import map_tensors, to_device
 from distaccum.data.collate import FilledCollator, PadCollator
 from distaccum.errors import ConfigError, DataError
+from tests.support.optional import Library
 
+transformers = Library("transformers")
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -61,7 +62,7 @@ CONTAINERS: dict[str, Any] = {
     "dict": {"a": torch.ones(2)},
     "OrderedDict": OrderedDict(a=torch.ones(2)),
     "UserDict": UserDict(a=torch.ones(2)),
-    "BatchEncoding": BatchEncoding({"a": torch.ones(2)}),
+    "BatchEncoding": lambda: transformers.BatchEncoding({"a": torch.ones(2)}),
     "read-only mapping": MappingProxyType({"a": torch.ones(2)}),
     "list": [torch.ones(2), "text", None],
     "list of a kind": Special([torch.ones(2)]),
@@ -73,7 +74,7 @@ CONTAINERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_containers_keep_their_types(kind: str) -> None:
-    batch = CONTAINERS[kind]
+    batch = CONTAINERS[kind]() if kind == "BatchEncoding" else CONTAINERS[kind]
     before: list[Tensor] = []
     after: list[Tensor] = []
     map_tensors(batch, before.append)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets, interleave_datasets
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -21,14 +20,16 @@ from distaccum.data.spec import DataSpec
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError
+from tests.support.optional import Library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about datapipes, of torchdata about set_vital
 
+hf = Library("datasets")
 Windows = list[list[int]]
 
 
 def _part(first: int, samples: int = 32) -> Any:
-    return Dataset.from_dict({"a": list(range(first, first + samples))}).to_iterable_dataset(num_shards=4)
+    return hf.Dataset.from_dict({"a": list(range(first, first + samples))}).to_iterable_dataset(num_shards=4)
 
 
 def _shuffled(first: int = 0, samples: int = 32) -> Any:
@@ -36,7 +37,7 @@ def _shuffled(first: int = 0, samples: int = 32) -> Any:
 
 
 def _mixed() -> Any:
-    return interleave_datasets([_shuffled(), _shuffled(100)])
+    return hf.interleave_datasets([_shuffled(), _shuffled(100)])
 
 
 def _plus_one(rows: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -78,10 +79,12 @@ def _pipe() -> Any:
 STREAMS: dict[str, Callable[[], Any]] = {
     "plain": lambda: _part(0, 64),
     "mixture": _mixed,
-    "nested mixture": lambda: interleave_datasets([interleave_datasets([_shuffled(), _part(100)]), _shuffled(200)]),
-    "mixture without buffers": lambda: interleave_datasets([_part(0), _part(100)], probabilities=[0.3, 0.7], seed=3),
-    "shuffled mixture": lambda: interleave_datasets([_part(0), _part(100)]).shuffle(seed=2, buffer_size=9),
-    "concatenation": lambda: concatenate_datasets([_shuffled(), _shuffled(100)]),
+    "nested mixture": lambda: hf.interleave_datasets(
+        [hf.interleave_datasets([_shuffled(), _part(100)]), _shuffled(200)]
+    ),
+    "mixture without buffers": lambda: hf.interleave_datasets([_part(0), _part(100)], probabilities=[0.3, 0.7], seed=3),
+    "shuffled mixture": lambda: hf.interleave_datasets([_part(0), _part(100)]).shuffle(seed=2, buffer_size=9),
+    "concatenation": lambda: hf.concatenate_datasets([_shuffled(), _shuffled(100)]),
     "map": lambda: _shuffled(0, 64).map(_plus_one, batched=True, batch_size=5),
     "filter": lambda: _shuffled(0, 96).filter(lambda row: row["a"] % 3 > 0),
     "take": lambda: _shuffled(0, 80).take(64),

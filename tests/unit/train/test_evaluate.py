@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torchmetrics.classification import MulticlassAccuracy
 
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.data.held_out import HeldOut, evaluation_workers
@@ -26,8 +25,11 @@ from distaccum.errors import ConfigError, DataError, MisuseError, ResourceError
 from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
 from tests.support.accumulators import Loss
 from tests.support.commands import metrics
+from tests.support.optional import Library
 from tests.support.runs import settings
 from tests.support.schedule_free import ScheduleFree, averaged
+
+classification = Library("torchmetrics.classification")
 
 
 def _samples(size: int, seed: int) -> Any:
@@ -230,7 +232,7 @@ def _last_record(folder: Path) -> dict[str, Any]:
 def test_an_evaluation_alone_of_sets_by_name(limit: int | None, gloo_world: World, tmp_path: Path) -> None:
     """Ground truth: fp64, the first ``limit`` samples of each set at once."""
     data = DataSpec(train=_samples(40, 0), eval_dataset=HELD_OUT)
-    metrics: Any = {"acc": MulticlassAccuracy(num_classes=3, average="micro")}
+    metrics: Any = {"acc": classification.MulticlassAccuracy(num_classes=3, average="micro")}
     trainer = _trainer(tmp_path, data, metrics=metrics, max_steps=0, eval_samples=limit)
     results = trainer.fit()
     expected = {}
