@@ -23,6 +23,7 @@ from distaccum.engines.modules import trained
 from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import as_loss_sums
+from distaccum.precision.selection import SIXTEEN_BIT
 from distaccum.verification.additivity import in_16_bits
 
 _ROUNDING, _ROUNDING_16 = 2e-5, 3e-2  # of a parameter's gradient, for the same samples in another shape
@@ -135,7 +136,7 @@ def gradient_of_parts(engine: Engine, loss: Loss, apart: Sequence[Any], together
     with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants:
         (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
-    sixteen = in_16_bits(engine)
+    sixteen = in_16_bits(engine) or look.constants.sixteen
     rounding = _ROUNDING_16 if sixteen else _ROUNDING
     if look.constants.own or not abs(whole - sums) <= rounding * max(abs(whole), abs(sums)):
         return ""
@@ -175,12 +176,16 @@ class _Constants(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = False
         """Whether something has drawn from a generator that is not torch's own."""
+        self.sixteen = False
+        """Whether something was computed in 16 bits, as in an autocast of the user's."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operator; what it draws is then set to a constant."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-            return function(*args, **kwargs)
+            given = function(*args, **kwargs)
+            self.sixteen |= isinstance(given, Tensor) and given.dtype in SIXTEEN_BIT
+            return given
         names = [argument.name for argument in function._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("train") is False or any(given[name] == 0.0 for name in _DROPOUT if name in given):

@@ -195,6 +195,19 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
     assert torch.equal(weight, same)
 
 
+def test_an_autocast_in_the_loss_is_no_gradient_that_does_not_add_up(gloo_world: World) -> None:
+    class InBf16(Squares):
+        def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return (model(batch[0]).float() - batch[1]).square().sum()
+
+    sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": InBf16().count, "world": gloo_world}
+    acc = Accumulator(model := Net(), torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
+    for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
+        acc.step(window, InBf16())
+    assert acc.verified
+
+
 def test_casts_follow_the_weights_within_a_context_of_the_users(gloo_world: World) -> None:
     context = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     expected = truth(Net())
