@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum.errors import ConfigError, MisuseError
+from distaccum.errors import ConfigError, MisuseError, kinds_of
 from distaccum.losses.cross_entropy import checked_chunk
 from distaccum.losses.linear_cross_entropy import ChunkedOutput, call_output_layer, find_output_layer
 
@@ -47,8 +47,16 @@ class _Adapter:
             find_output_layer(model, self._chunk)
 
     def count(self, batch: Batch) -> float:
-        """The number of labels that count, or the sum of their weights; computed on the host."""
-        counted = self._counted(self._targets(batch["labels"]))
+        """The number of labels that count, or the sum of their weights; computed on the host.
+
+        Raises:
+            MisuseError: the batch has no labels, or texts in their place.
+        """
+        if not isinstance(labels := batch.get("labels"), Tensor):
+            problem = f"{type(self).__name__} takes batches with labels, a tensor, and the data gives {kinds_of(batch)}"
+            remedy = 'dataset.class_encode_column("label") numbers texts; rename_column("label", "labels") names'
+            raise MisuseError(f"{problem}: collate them so; of datasets, {remedy}")
+        counted = self._counted(self._targets(labels))
         return float(_total(counted.double(), self._weights_of(batch)))
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -213,5 +213,8 @@ def test_a_sample_of_one_token_counts_nothing() -> None:
 def test_what_cannot_work_is_named() -> None:
     with pytest.raises(ConfigError, match=r"loss\.problem=ranking: no such problem"):
         SequenceClassification(problem="ranking")
+    for batch in ({"label": torch.ones(2)}, {"labels": ["a", "b"]}):
+        with pytest.raises(MisuseError, match=r"takes batches with labels, .* gives \{label.*class_encode_column"):
+            SequenceClassification().count(batch)
     with pytest.raises(MisuseError, match="Given gives no logits"):
         MaskedLM()(Given(torch.ones(1), lambda x: {"hidden": x}), {"labels": torch.tensor([0])})
