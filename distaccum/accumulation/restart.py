@@ -121,7 +121,7 @@ class Restarting:
             )
         self._marks.looked = True
         _log.warning(
-            "out of memory in %s, micro-batch %d of %d (%s) on this rank: the window begins again, and the gradient is "
+            "out of memory in %s, micro-batch %d of %d (%s) on this rank: the step begins again, and the gradient is "
             "the same; from here on such micro-batches are run in parts",
             place,
             i + 1,

@@ -198,7 +198,7 @@ class Compiled:
     def _tell_first(self) -> None:
         broken = {reason: n - self._breaks_before.get(reason, 0) for reason, n in self._breaks().items()}
         reasons = [reason.splitlines()[0] for reason, n in broken.items() if n > 0]
-        _log.info("compiled %d graphs of %d parts in the first windows", self.graphs, len(self._methods))
+        _log.info("compiled %d graphs of %d parts in the first steps", self.graphs, len(self._methods))
         if not self.graphs:
             problem = "compile is on, and nothing was compiled"
             _log.warning("%s: torch runs the forward as it is, or has compiled it before in this process", problem)
@@ -213,7 +213,7 @@ class Compiled:
         remedy = "give micro-batches one shape" + ("" if self._dynamic is True else ", or use compile.dynamic=true")
         problem = "after its eighth version torch runs a function uncompiled"
         _log.warning(
-            "%d graphs compiled after the first windows: %s. TORCH_LOGS=recompiles says why; %s",
+            "%d graphs compiled after the first steps: %s. TORCH_LOGS=recompiles says why; %s",
             self.recompiles,
             problem,
             remedy,

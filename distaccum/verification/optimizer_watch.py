@@ -174,7 +174,7 @@ class OptimizerWatch:
         else:
             how = "; ".join(f"{self._worded(factor)} on {rank}" for rank, factor in said)
         return (
-            f"the optimizer is given the window's gradient times {how}: compared with {self.expected.road}, before it "
+            f"the optimizer is given the step's gradient times {how}: compared with {self.expected.road}, before it "
             f"steps; no weight has moved. {CLOSING}"
         )
 

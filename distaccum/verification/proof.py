@@ -151,7 +151,7 @@ class GradientProof:
         problems = self._world.all_gather_names([self._problem] if self._problem else [])
         self.conclusive = True
         if self._world.is_main:
-            _log.warning("the window's gradient was not verified: %s", "; ".join(problems))
+            _log.warning("the step's gradient was not verified: %s", "; ".join(problems))
 
     def _by_slope(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where the model is sharded, and too large for a rank; a collective. None where nothing can be told."""
@@ -238,10 +238,10 @@ class GradientProof:
         if watch.factor is not None or expected.reversed:
             factor = math.copysign(1.0 if watch.factor is None else watch.factor, -1.0 if expected.reversed else 1.0)
             self.doubtful = self.conclusive
-            self.summary = f"the window's gradient is {factor:.2f}x the loss's slope along it: {_BY_DESIGN}"
+            self.summary = f"the step's gradient is {factor:.2f}x the loss's slope along it: {_BY_DESIGN}"
             return
         self.summary = (
-            f"the window's gradient, of norm {expected.norm:.4g}, agrees with {expected.road}, and the optimizer is "
+            f"the step's gradient, of norm {expected.norm:.4g}, agrees with {expected.road}, and the optimizer is "
             f"given it ({len(expected.own)} parameters, {self._world.size} ranks)"
         )
 

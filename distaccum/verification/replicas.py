@@ -110,7 +110,7 @@ class Replicas(WindowHook):
         window = _LEAST_OPERATORS * tensors * max(micro_steps, 1.0)
         every = max(1, ceil((tensors + _FIXED_OPERATORS) / (_SHARE * window)))
         if self._world.is_main:
-            _log.info("replicas: weights compared over the ranks after the first window and every %d windows", every)
+            _log.info("replicas: weights compared over the ranks after the first step and every %d steps", every)
         return every
 
     # --- between windows

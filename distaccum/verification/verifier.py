@@ -48,7 +48,7 @@ class SkippedWindows:
         before, self._before = self._before, None
         if before is not None and (now := self._steps()) != before:
             raise VerificationError(
-                "the gradient of the window before was not finite, so no weight has moved, and the run counts it as an "
+                "the gradient of the step before was not finite, so no weight has moved, and the run counts it as an "
                 f"update: step went from {before} to {now}, and the learning rate follows it"
             )
         scale, floor = self._engine.loss_scale, self._engine.facts.min_loss_scale

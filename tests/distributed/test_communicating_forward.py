@@ -22,7 +22,7 @@ def test_uneven_windows_are_refused_on_all_ranks_and_even_ones_train(engine: str
     assert len(ranks) == 2
     message = (
         r"^the model's forward or the loss communicates in every micro-step, and ranks have different numbers of "
-        r"micro-batches in this window: {} and {}\. "
+        r"micro-batches in this step: {} and {}\. "
     )
     for found in ranks:
         assert found["4"] == 2

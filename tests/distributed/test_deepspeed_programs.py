@@ -40,7 +40,7 @@ REFUSED = {
 }
 # Where the optimizer steps flat tensors, and where it steps parameters.
 FLAT = {
-    "unused": "no rank used rare.weight, rare.bias in this window",
+    "unused": "no rank used rare.weight, rare.bias in this step",
     "Adafactor": "its rule looks at more than one element",
     "a rule by the norm": "its rule looks at more than one element",
     "an optimizer over a part": "steps none of last.weight",
@@ -78,7 +78,7 @@ def test_stage_0_and_some_of_stage_3_are_exact_or_refused() -> None:
     assert len(found[0]) == 31 + 8
     hold(found, 0)
     hold(found, 3)
-    assert "ranks ran different modules in this window" in found[0]["used by some samples 3"]
+    assert "ranks ran different modules in this step" in found[0]["used by some samples 3"]
 
 
 @pytest.mark.heavy

@@ -99,7 +99,7 @@ def said_by(runs: list[Run], warm: str = "distaccum", world: int = 2) -> Any:
 
 def test_a_right_run_is_verified_on_every_engine() -> None:
     for run, said in zip(RIGHT, said_by(RIGHT), strict=True):
-        assert all(text.startswith("the window's gradient") and "agrees with" in text for text in said), (run, said)
+        assert all(text.startswith("the step's gradient") and "agrees with" in text for text in said), (run, said)
 
 
 @pytest.mark.slow

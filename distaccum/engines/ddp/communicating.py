@@ -82,7 +82,7 @@ class Communicating:
         if most != -fewest:
             self._dropped()
             raise MisuseError(
-                f"{problem}, and ranks have different numbers of micro-batches in this window: {most} and {-fewest}. "
+                f"{problem}, and ranks have different numbers of micro-batches in this step: {most} and {-fewest}. "
                 "Choose global and micro-batch size, and drop the ragged end of the data, so that all ranks have as "
                 "many; or use a layer that does not communicate, as GroupNorm"
             )

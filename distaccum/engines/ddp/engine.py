@@ -246,7 +246,7 @@ class DDPEngine(Engine):
     def _unused_message(self, unreached: Sequence[nn.Parameter]) -> str:
         left = set(map(id, unreached))
         names = [name for name, parameter in self._named.items() if id(parameter) in left]
-        where = f"rank {self._world.rank}: the loss of a window's last micro-batch"
+        where = f"rank {self._world.rank}: the loss of a step's last micro-batch"
         if len(names) == len(self._named):
             problem = f"{where} depends on no trained parameter (was it detached, or computed under no_grad?)"
         else:

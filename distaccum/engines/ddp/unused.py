@@ -67,7 +67,7 @@ class UnusedParameters:
         """
         anywhere = world.all_reduce_max_host(self.used)
         if needs_some and not any(anywhere):
-            problem = "no loss of this window depends on a trained parameter, on any rank"
+            problem = "no loss of this step depends on a trained parameter, on any rank"
             raise MisuseError(f"{problem}: look for a detach(), a no_grad(), or a model that is not the accumulator's")
         unused = [(p, p.grad) for p, used in zip(self._stepped, anywhere, strict=True) if not used]
         for parameter, _ in unused:

@@ -44,7 +44,7 @@ _SHARDED = (
 
 
 _DIFFERENT_MODULES = (
-    "ranks ran different modules in this window, or in another order: at engine.stage=3 each module's forward is a "
+    "ranks ran different modules in this step, or in another order: at engine.stage=3 each module's forward is a "
     "collective, and parts of two modules may have been put together. Run the same on every rank, or use engine=ddp"
 )
 
@@ -347,11 +347,11 @@ class DeepSpeedEngine(Engine):
             return
         if len(unused) == len(used):
             raise MisuseError(
-                "no parameter got a gradient in this window on any rank, though the loss has one: the forward takes "
+                "no parameter got a gradient in this step on any rank, though the loss has one: the forward takes "
                 "its weights past autograd (detach(), .data, no_grad), or from another model"
             )
         if self._gradients.flat and not leaves_alone(self._optimizers[0]):
-            problem = f"no rank used {shorten(unused)} in this window, and DeepSpeed steps what was not used on zeros"
+            problem = f"no rank used {shorten(unused)} in this step, and DeepSpeed steps what was not used on zeros"
             raise MisuseError(
                 f"{problem}, which decays it and moves it by its momentum: requires_grad_(False) before the model is "
                 "wrapped, or engine=ddp with engine.find_unused_parameters=true, or engine.stage=0"

@@ -529,7 +529,7 @@ def _forward_past_model() -> MisuseError:
 
 
 def _no_gradient(parameters: Iterable[str]) -> MisuseError:
-    problem = f"no parameter got a gradient in this window ({shorten(parameters)})"
+    problem = f"no parameter got a gradient in this step ({shorten(parameters)})"
     remedy = "the loss must depend on model(...) of this window, with gradients enabled"
     return MisuseError(f"{problem}, so a step would move nothing: {remedy}")
 

@@ -239,8 +239,8 @@ def test_what_is_compiled_later_is_counted_and_told_once(
     assert found == [0, 0, 0, 1, 2, 3]
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert [level for level, _ in told] == ["INFO", "WARNING"]
-    assert told[0][1] == "compiled 1 graphs of 1 parts in the first windows"
-    assert told[1][1].startswith("2 graphs compiled after the first windows")
+    assert told[0][1] == "compiled 1 graphs of 1 parts in the first steps"
+    assert told[1][1].startswith("2 graphs compiled after the first steps")
     assert _accumulator(gloo_world, Net()).engine.compiled is None
 
 

@@ -158,7 +158,7 @@ def test_a_parameter_that_the_boundary_leaves_unused_is_refused_on_all_ranks_ali
         return []
 
     named = "; ".join(
-        rf"rank {rank}: the loss of a window's last micro-batch does not depend on second\.weight, second\.bias, .*"
+        rf"rank {rank}: the loss of a step's last micro-batch does not depend on second\.weight, second\.bias, .*"
         r"engine\.find_unused_parameters=true"
         for rank in (0, 1)
         if rank not in users
@@ -277,7 +277,7 @@ def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
     everything = set(range(len(DATA)))
     _refused(run_ranks(2, partial(program, skipped=everything)), "rank 0: .* depends on no .*rank 1: .* depends on no")
     results = run_ranks(2, partial(program, skipped=everything, find_unused_parameters=True))
-    _refused(results, "no loss of this window depends on a trained parameter")
+    _refused(results, "no loss of this step depends on a trained parameter")
 
 
 @pytest.mark.parametrize("config", ENGINES)

@@ -120,5 +120,5 @@ def test_it_is_compiled_in_the_run_and_given_back(
     config = RunConfig.from_dict({"metrics": off, "checkpoint": {"every": 0}, "trainer": {"verify": "never"}})
     Trainer(nn.Linear(4, 1), loss, DATA, compile=named, config=config, run_dir=tmp_path, **SIZES).fit()
     (told,) = [one.getMessage() for one in caplog.records if one.name == "distaccum.engines.compiled"]
-    assert told == f"compiled {1 + compiles} graphs of {1 + compiles} parts in the first windows"
+    assert told == f"compiled {1 + compiles} graphs of {1 + compiles} parts in the first steps"
     assert not vars(loss)
