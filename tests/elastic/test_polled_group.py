@@ -25,7 +25,7 @@ from distaccum.elastic.group.polled_group import (
     leave_default,
     make_default,
 )
-from distaccum.engines.ddp.reducer import average_in_dtype
+from distaccum.engines.ddp.reducer import reduced_in_dtype
 from tests.support.members import Notes, held, members
 
 RANKS = 3
@@ -104,7 +104,7 @@ def _operations(store: Any, name: str, notes: Notes) -> None:  # noqa: PLR0915  
     with pytest.raises((RuntimeError, ValueError)):  # the caller's own mistake leaves the group as it is
         dist.all_reduce(torch.ones(1, dtype=torch.int16))
     assert group.failure is None
-    for hook in (None, average_in_dtype(torch.bfloat16, RANKS)):
+    for hook in (None, reduced_in_dtype(torch.bfloat16, RANKS)):
         torch.manual_seed(rank)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
