@@ -27,12 +27,7 @@ from typing import Any
 
 from distaccum.accumulation.restart import Restarting
 from distaccum.accumulation.step import Outcome
-from distaccum.config.checks import (
-    require_choice,
-    require_count,
-    require_seed,
-    whole_number,
-)
+from distaccum.config.checks import require_choice, require_count, require_seed, whole_number
 from distaccum.data.batches import to_device
 from distaccum.data.factory import as_loader
 from distaccum.data.hooks import BeforeStep, WindowHook
@@ -170,12 +165,7 @@ def _check_division(counts: WatchedCounts, factor: int) -> None:
 
 
 def run_window(
-    engine: Engine,
-    window: Window,
-    loss: AnyLoss,
-    *,
-    prefetch: int = 2,
-    before_step: Callable[[], None] | None = None,
+    engine: Engine, window: Window, loss: AnyLoss, *, prefetch: int = 2, before_step: Callable[[], None] | None = None
 ) -> Outcome:
     """Computes the exact gradient of the window's global mean loss, and steps.
 

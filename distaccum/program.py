@@ -145,44 +145,24 @@ SUBMITIT = "distaccum.tools.submitit:SubmititJob"
 
 TABLE = (
     Command(
-        "train",
-        "distaccum.train.__main__:main",
-        "trains what the settings describe, in one process or under torchrun",
+        "train", "distaccum.train.__main__:main", "trains what the settings describe, in one process or under torchrun"
     ),
-    Command(
-        "plan",
-        "distaccum.tools.plan.command:main",
-        "forecasts what a run would hold, send and take on a cluster",
-    ),
-    Command(
-        "launch",
-        "distaccum.tools.launch:main",
-        "starts a program of one's own on all GPUs of this machine",
-    ),
+    Command("plan", "distaccum.tools.plan.command:main", "forecasts what a run would hold, send and take on a cluster"),
+    Command("launch", "distaccum.tools.launch:main", "starts a program of one's own on all GPUs of this machine"),
     Command(
         "verify",
         "distaccum.tools.verify:main",
         "says what a run directory holds, whole or not, and what resume=auto would do",
     ),
     Command(
-        "compare",
-        "distaccum.tools.compare.command:main",
-        "says the first window in which two runs differ, and in what",
+        "compare", "distaccum.tools.compare.command:main", "says the first window in which two runs differ, and in what"
+    ),
+    Command("export", "distaccum.tools.export:main", "writes a checkpoint's weights into one safetensors file"),
+    Command(
+        "predict", "distaccum.tools.predict:main", "writes what a run's best weights say of each sample into a file"
     ),
     Command(
-        "export",
-        "distaccum.tools.export:main",
-        "writes a checkpoint's weights into one safetensors file",
-    ),
-    Command(
-        "predict",
-        "distaccum.tools.predict:main",
-        "writes what a run's best weights say of each sample into a file",
-    ),
-    Command(
-        "report",
-        "distaccum.tools.report.command:main",
-        "draws the curves of one run or several into one HTML file",
+        "report", "distaccum.tools.report.command:main", "draws the curves of one run or several into one HTML file"
     ),
     Command(
         "audit",
@@ -194,11 +174,7 @@ TABLE = (
         "distaccum.tools.doctor.command:main",
         "looks at this machine and the links between ranks, and says what to mend",
     ),
-    Command(
-        "wandb-upload",
-        "distaccum.tools.wandb_upload:main",
-        "makes a W&B run of a run's metrics.jsonl",
-    ),
+    Command("wandb-upload", "distaccum.tools.wandb_upload:main", "makes a W&B run of a run's metrics.jsonl"),
 )
 
 

@@ -325,8 +325,7 @@ def _tiny(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[] if COMMANDS[c] == "README.md" else pytest.mark.heavy) for c in TRAINED],
+    "command", [pytest.param(c, marks=[] if COMMANDS[c] == "README.md" else pytest.mark.heavy) for c in TRAINED]
 )
 def test_a_training_command_trains(command: str, tmp_path: Path) -> None:
     """As it stands, on as many processes, but for a tiny model and three updates."""
@@ -443,8 +442,7 @@ def run_block(block: Block, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "block",
-    [pytest.param(b, marks=() if b.page == "README.md" else pytest.mark.slow, id=str(b)) for b in PYTHON],
+    "block", [pytest.param(b, marks=() if b.page == "README.md" else pytest.mark.slow, id=str(b)) for b in PYTHON]
 )
 def test_a_python_block_runs(block: Block, tmp_path: Path) -> None:
     run_block(block, tmp_path)

@@ -107,12 +107,7 @@ class Representations:
 
 
 def gather(
-    world: World,
-    parts: Sequence[Any],
-    *,
-    error: Exception | None = None,
-    key: int | None = None,
-    dealt: bool = False,
+    world: World, parts: Sequence[Any], *, error: Exception | None = None, key: int | None = None, dealt: bool = False
 ) -> Representations:
     """Puts the representations of all ranks' batches together; a collective, of which a small one runs on the host.
 

@@ -102,12 +102,7 @@ class Differences:
 
 
 def check(
-    model: nn.Module,
-    path: Path,
-    *,
-    key: str = "init_from",
-    missing: Sequence[str] = (),
-    unexpected: Sequence[str] = (),
+    model: nn.Module, path: Path, *, key: str = "init_from", missing: Sequence[str] = (), unexpected: Sequence[str] = ()
 ) -> Differences:
     """In what the file, or the folder's model, differs from the model, where it may.
 

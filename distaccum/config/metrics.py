@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from distaccum.config.checks import (
-    Node,
-    require,
-    require_annotated,
-    require_choice,
-    require_named,
-    require_positive,
-)
+from distaccum.config.checks import Node, require, require_annotated, require_choice, require_named, require_positive
 from distaccum.config.trainer import CheckpointConfig
 
 WANDB_MODES = ("offline", "online", "disabled")

@@ -245,12 +245,7 @@ def loading_options(
 
 
 def build_loader(
-    source: DataSpec,
-    plan: Plan | StreamPlan,
-    world: World,
-    *,
-    workers: WorkerOptions | None = None,
-    seed: int = 0,
+    source: DataSpec, plan: Plan | StreamPlan, world: World, *, workers: WorkerOptions | None = None, seed: int = 0
 ) -> WindowLoader:
     """The window loader of a source's training data; ``seed`` is that of its micro-steps' random numbers.
 

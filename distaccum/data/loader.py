@@ -23,13 +23,7 @@ from distaccum.data.agreement import Agreement, Sketch, differing_item, refuse_o
 from distaccum.data.batches import map_tensors
 from distaccum.data.collate import FilledCollator, PadCollator, none_among
 from distaccum.data.counter import GlobalCounter
-from distaccum.data.loading_processes import (
-    SeededIds,
-    WaitClock,
-    note_memory,
-    prefetch_factor,
-    reading,
-)
+from distaccum.data.loading_processes import SeededIds, WaitClock, note_memory, prefetch_factor, reading
 from distaccum.data.packing import PackCollator
 from distaccum.data.plan.batch import Epoch, Ids, Plan, Resize
 from distaccum.data.plan.tokens import TokensOf

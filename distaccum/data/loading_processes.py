@@ -388,11 +388,7 @@ class WaitClock:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        clock: Callable[[], float] = perf_counter,
-        event: Callable[[], Any] | None = None,
+        self, device: torch.device, *, clock: Callable[[], float] = perf_counter, event: Callable[[], Any] | None = None
     ) -> None:
         if event is None and device.type == "cuda":
             event = partial(torch.cuda.Event, enable_timing=True)

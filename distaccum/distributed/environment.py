@@ -14,11 +14,7 @@ from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]  # public, though not marked as exported
-    HashStore,
-    PrefixStore,
-    Store,
-)
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
 from torch.distributed.rendezvous import rendezvous
 
 from distaccum.errors import ConfigError, PeerError

@@ -18,14 +18,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from distaccum.config.checks import GLOO, require
 from distaccum.config.compile import CompileConfig
-from distaccum.config.engine import (
-    DDPConfig,
-    DeepSpeedConfig,
-    EngineConfig,
-    FSDP2Config,
-    Zero1Config,
-    engine_config,
-)
+from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine

@@ -22,11 +22,7 @@ _NO_SHARE = 1e-3  # of the largest
 
 
 def what_is_wrong(
-    engine: Engine,
-    plain: PlainGradient,
-    held: Mapping[str, Tensor],
-    found: Comparison,
-    measures: Mapping[str, float],
+    engine: Engine, plain: PlainGradient, held: Mapping[str, Tensor], found: Comparison, measures: Mapping[str, float]
 ) -> str:
     """What a proof says of a gradient that is not the window's, before the step; a collective.
 

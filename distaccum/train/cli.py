@@ -29,11 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distaccum.checkpoint.files import write_text
 from distaccum.config.checks import AUTO, REPRODUCIBLE
-from distaccum.config.command_line import (
-    check_overrides,
-    register_aliases,
-    take_flag,
-)
+from distaccum.config.command_line import check_overrides, register_aliases, take_flag
 from distaccum.config.schema import RunConfig, as_typed, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
 from distaccum.distributed.environment import LaunchEnvironment, main_first
@@ -184,12 +180,7 @@ def _make_components(
 class _Jobs:
     """Called by Hydra on rank 0 for every job that it has composed."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        coordinator: JobCoordinator,
-        signals: StopSignals,
-    ) -> None:
+    def __init__(self, launch: Launch, coordinator: JobCoordinator, signals: StopSignals) -> None:
         self._launch, self._coordinator, self._signals = launch, coordinator, signals
         self._planned = _take_check(launch.environment)
         self._absent = frozenset(_absent(sys.argv[1:]))

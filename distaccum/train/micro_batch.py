@@ -73,9 +73,7 @@ def find_micro_batch(
     if plan.limit_of_tokens:
         found[REASON] += f"{_SO}{plan.micro_batch_in_words}"
     return components.found(
-        plan=plan,
-        most_ahead=most_ahead(components.data, plan, components.config),
-        memory={**found, HARDWARE: hardware},
+        plan=plan, most_ahead=most_ahead(components.data, plan, components.config), memory={**found, HARDWARE: hardware}
     )
 
 

@@ -112,10 +112,7 @@ def _check_glob(key: str, glob: str, names: Mapping[nn.Parameter, Sequence[str]]
 
 
 def _refuse_empty(
-    key: str,
-    group: Mapping[str, Any],
-    names: Mapping[nn.Parameter, Sequence[str]],
-    fitting: Mapping[str, int | None],
+    key: str, group: Mapping[str, Any], names: Mapping[nn.Parameter, Sequence[str]], fitting: Mapping[str, int | None]
 ) -> None:
     """Says why nothing that is trained is left for a group."""
     stated = ", ".join(f"{name}={_shown(group[name])}" for name in SELECTS if name in group)

@@ -127,11 +127,7 @@ def _check_groups(before: Mapping[str, Any], now: Mapping[str, Any], path: Path)
 
 
 def _check_changes(
-    saved: checkpoint.RunState,
-    record: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    path: Path,
-    allowed: Sequence[str],
+    saved: checkpoint.RunState, record: Mapping[str, Any], facts: Mapping[str, Any], path: Path, allowed: Sequence[str]
 ) -> None:
     """Raises ConfigError where the saved state would mean something else in this run."""
     refused = [change for change in changes_since(saved, record, facts, allowed) if change.refused]

@@ -60,12 +60,7 @@ class Cosine(_Falling):
     """
 
     def __init__(
-        self,
-        *,
-        total_steps: int,
-        warmup_steps: int | None = None,
-        warmup_ratio: float = 0.0,
-        final_ratio: float = 0.1,
+        self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0, final_ratio: float = 0.1
     ) -> None:
         warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
         steps = total_steps - warmup.steps
@@ -86,12 +81,7 @@ class Linear(_Falling):
     """
 
     def __init__(
-        self,
-        *,
-        total_steps: int,
-        warmup_steps: int | None = None,
-        warmup_ratio: float = 0.0,
-        final_ratio: float = 0.0,
+        self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0, final_ratio: float = 0.0
     ) -> None:
         warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
         steps = total_steps - warmup.steps

@@ -35,12 +35,7 @@ _FARTHEST, _FARTHEST_16 = 0.01, 0.04  # of the norm of the weights, for the poin
 
 
 def compare_with_slope(
-    engine: Engine,
-    recorded: RecordedWindow,
-    held: Mapping[str, Tensor],
-    *,
-    divisor: float,
-    clip_value: float | None,
+    engine: Engine, recorded: RecordedWindow, held: Mapping[str, Tensor], *, divisor: float, clip_value: float | None
 ) -> Expected | str:
     """What the optimizers should be given, by differences of the window's loss; a collective.
 

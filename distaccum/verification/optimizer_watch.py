@@ -41,12 +41,7 @@ class OptimizerWatch:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        expected: Expected,
-        *,
-        clip_norm: float | None,
-        measures: Mapping[str, float],
+        self, engine: Engine, expected: Expected, *, clip_norm: float | None, measures: Mapping[str, float]
     ) -> None:
         self.agrees = False
         """Whether an optimizer was given what it should be."""

@@ -51,14 +51,7 @@ class GradientProof:
         clip_norm, clip_value: what the engine was told.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        window: Window,
-        *,
-        clip_norm: float | None,
-        clip_value: float | None,
-    ) -> None:
+    def __init__(self, engine: Engine, window: Window, *, clip_norm: float | None, clip_value: float | None) -> None:
         self.conclusive = False
         """Whether no other window is to be tried: the gradient was compared and found right, or cannot be compared."""
         self.summary = ""

@@ -27,7 +27,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "list of mappings": {"type": "array", "items": {"type": "object"}},
 }
 _ALSO: dict[str, list[dict[str, Any]]] = {  # what conf/ states for it
-    "batch.micro_size": [{"const": "auto"}, {"type": "null"}],
+    "batch.micro_size": [{"const": "auto"}, {"type": "null"}]
 }
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
 

@@ -41,12 +41,7 @@ _WIDE = {"float64 too": "in float32, which is in float64"}
 REFUSED: dict[str, dict[str, str]] = {
     "ddp": {**_OF_RANKS, "unfrozen": "a parameter was unfrozen after wrapping"},
     "zero1": {**_OF_RANKS, **_IN_PARTS, **_ZERO1, "unfrozen": "a parameter was unfrozen after wrapping"},
-    "ds0": {
-        **_OF_RANKS,
-        "unfrozen": _COPIES["unfrozen"],
-        "add_param_group": _IN_PARTS["add_param_group"],
-        **_WIDE,
-    },
+    "ds0": {**_OF_RANKS, "unfrozen": _COPIES["unfrozen"], "add_param_group": _IN_PARTS["add_param_group"], **_WIDE},
     "ds1": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},
     "ds2": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},
     "ds3": {**_OF_RANKS, **_IN_PARTS, **_FLAT_RULES, **_COPIES, **_WIDE},

@@ -35,12 +35,7 @@ CLOSE = pytest.approx(1, abs=1e-4)  # the optimizer's state has one more number 
 def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = tmp_path_factory.mktemp("engines")
     finished = succeed(
-        "engines=true",
-        f"hydra.run.dir={folder}",
-        script=BENCH,
-        world=request.param,
-        warm="deepspeed",
-        COLUMNS="200",
+        "engines=true", f"hydra.run.dir={folder}", script=BENCH, world=request.param, warm="deepspeed", COLUMNS="200"
     )
     found: Figures = json.loads((folder / "bench.json").read_text())
     tables = (folder / "engines.md").read_text()

@@ -149,11 +149,7 @@ def test_a_very_first_window_that_is_spoiled_leaves_no_state(world: int) -> None
             assert found == {"applied": [False, True, True], "state made": 0, "as without it": True}
 
 
-@pytest.mark.fault(
-    "the loss scale at its floor",
-    group="numbers",
-    does="stays there, and a good window trains",
-)
+@pytest.mark.fault("the loss scale at its floor", group="numbers", does="stays there, and a good window trains")
 @pytest.mark.parametrize("way", ["step, fused", "backward, plain"])
 def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(way: str) -> None:
     found = _everyone(2, "endings", f"200 overflows, {way}")

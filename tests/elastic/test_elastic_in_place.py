@@ -84,13 +84,7 @@ def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, referenc
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("after", "to", "window"),
-    [
-        (8, "the checkpoint on disk", 6),
-        (3, "the beginning", 0),
-    ],
-)
+@pytest.mark.parametrize(("after", "to", "window"), [(8, "the checkpoint on disk", 6), (3, "the beginning", 0)])
 def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: Path, reference: References) -> None:
     with job(tmp_path / "run", *_FSDP2, _ALONE) as made:
         made.start("--nproc=4", faults=[("*", "update", after, "await go")])

@@ -70,13 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "the engine's averaging forgotten",
-        (
-            (
-                "engines/ddp/engine.py",
-                "gradient_divide_factor=1,",
-                "gradient_divide_factor=world.size,",
-            ),
-        ),
+        (("engines/ddp/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
     ),
     Mutant(
         "sync on a wrong micro-step",

@@ -310,11 +310,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 f"{REFUSED}memory_that_is_over_in_the_optimizers_step_is_an_error",
                 "a window begins again that was stepped on",
-                (
-                    "accumulation/restart.py",
-                    "if engine.activity.phase is Phase.STEP or not plan.micro_batches:",
-                    "if not plan.micro_batches:",
-                ),
+                ("accumulation/restart.py", "stepped = engine.activity.phase is Phase.STEP", "stepped = False"),
             ),
             (
                 f"{REFUSED}hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward",
@@ -342,11 +338,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             (
                 f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
                 "what was refused is a mark all the same",
-                (
-                    "accumulation/restart.py",
-                    "self._marks.fail(shape, apart=not why)",
-                    "self._marks.fail(shape)",
-                ),
+                ("accumulation/restart.py", "self._marks.fail(shape, apart=not why)", "self._marks.fail(shape)"),
             ),
             (
                 f"{REFUSED}two_windows_of_rising_retries_lower_the_mark",

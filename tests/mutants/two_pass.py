@@ -38,14 +38,8 @@ MUTANTS = (
             (_GATHER, "spans[i].append(", "spans[min(i, len(spans) - 1)].append("),
         ),
     ),
-    Mutant(
-        "the gradient of another micro-batch",
-        ((_PASSES, "part = self._parts[i]", "part = self._parts[i - 1]"),),
-    ),
-    Mutant(
-        "other random numbers in the second pass",
-        ((_PASSES, "part.state.restore()\n", "torch.rand(1)\n"),),
-    ),
+    Mutant("the gradient of another micro-batch", ((_PASSES, "part = self._parts[i]", "part = self._parts[i - 1]"),)),
+    Mutant("other random numbers in the second pass", ((_PASSES, "part.state.restore()\n", "torch.rand(1)\n"),)),
     Mutant(
         "the gradient of one loss is that of the other",
         (

@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[Run, ...]] = {
 }
 # By nature: what nothing of a run's gradients, losses or weights shows, or what a right run may show too.
 NOT_CAUGHT = {
-    "fsdp2: missing micro-steps are not replayed": "ranks wait for each other for ever: the watch ends the run",
+    "fsdp2: missing micro-steps are not replayed": "ranks wait for each other for ever: the watch ends the run"
 }
 # Ended by the engine's own checks before its gradient is looked at; without those the proof has to catch them too.
 ENDED_BEFORE = frozenset({"sync on a wrong micro-step"})

@@ -68,10 +68,7 @@ def _faults(size: int) -> st.SearchStrategy[Any]:
 
 
 damages = st.builds(
-    Damages,
-    file=st.integers(0, 99),
-    how=st.sampled_from(["flip", "flip", "truncate", "delete"]),
-    where=st.floats(0, 1),
+    Damages, file=st.integers(0, 99), how=st.sampled_from(["flip", "flip", "truncate", "delete"]), where=st.floats(0, 1)
 )
 
 
@@ -149,10 +146,7 @@ FOUND: dict[str, tuple[Plan, list[Attempt]]] = {
     ),
     "a process that slept while it read the records moves none of another": (
         Plan(steps=4, save_every=1, keep=0, micro=2),
-        [
-            Attempt(faults=(Crashes(at=At(number=31)),)),
-            Attempt(faults=(Sleeps(at=At(number=20, kind="open")),)),
-        ],
+        [Attempt(faults=(Crashes(at=At(number=31)),)), Attempt(faults=(Sleeps(at=At(number=20, kind="open")),))],
     ),
     "lost records are told": (SMALL, [_saved(Damages(name="metrics.jsonl", how="delete"))]),
     "a damaged history is none": (
@@ -177,7 +171,7 @@ FOUND: dict[str, tuple[Plan, list[Attempt]]] = {
                 faults=(
                     Fails(at=At(number=1, kind="open", path="history.json"), times=99),
                     Crashes(at=At(number=1, kind="create", path="plan.json")),
-                ),
+                )
             ),
         ],
     ),

@@ -506,10 +506,7 @@ class Model:
         size = len(members)
         group = Group(entered=(NOT_YET,) * size, given=(((), -1),) * size)
         return world._replace(
-            views=(*world.views, members),
-            reports=(*world.reports, ()),
-            groups=(*world.groups, group),
-            joined=joined,
+            views=(*world.views, members), reports=(*world.reports, ()), groups=(*world.groups, group), joined=joined
         )
 
     def _finds(self, world: World, number: int, member: Member) -> World:
@@ -613,10 +610,7 @@ class Model:
                 for member in members
             )
             world = world._replace(
-                members=members,
-                views=world.views[base:],
-                reports=world.reports[base:],
-                groups=world.groups[base:],
+                members=members, views=world.views[base:], reports=world.reports[base:], groups=world.groups[base:]
             )
         grouped = {member.generation for member in members if member.about in _GROUPED}
         grouped.update(at - base for at in listed)  # and those that are still to be found

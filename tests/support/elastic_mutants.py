@@ -103,9 +103,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the last is the source": Mutant(said=".", bounds=_THREE, patches={"source_of": _the_last}),
     "the last is the source, and all go by it": Mutant(
-        said="goes back",
-        bounds=_THREE,
-        patches={"source_of": _the_last, "behind": _those_ahead},
+        said="goes back", bounds=_THREE, patches={"source_of": _the_last, "behind": _those_ahead}
     ),
     "who is behind is not given the state": Mutant(said=".", bounds=_THREE, patches={"behind": _nobody}),
     "a newcomer is not given the state": Mutant(

@@ -240,11 +240,7 @@ def _warm_deepspeed() -> None:
             import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415
 
 
-WARM: dict[str, Callable[[], None]] = {
-    "torch": _warm_torch,
-    "distaccum": _warm_distaccum,
-    "deepspeed": _warm_deepspeed,
-}
+WARM: dict[str, Callable[[], None]] = {"torch": _warm_torch, "distaccum": _warm_distaccum, "deepspeed": _warm_deepspeed}
 
 
 def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:

@@ -554,9 +554,7 @@ PROGRAMS: dict[str, Program] = {
     "distillation": Program(loss=distilled),
     "same model under no_grad as teacher": Program(loss=self_taught),
     "multi-task with two counts": Program(
-        model=Tagger,
-        loss=two_losses,
-        count=lambda batch: {"labels": labels_of(batch), "score": len(batch["x"])},
+        model=Tagger, loss=two_losses, count=lambda batch: {"labels": labels_of(batch), "score": len(batch["x"])}
     ),
     "packed LSTM": Program(model=Lstm, loss=lambda model, b: (model(b["tokens"], b["length"]) - b["y"]).square().sum()),
     "segmentation with ignore_index": Program(model=Tagger, loss=tagged, count=labels_of),

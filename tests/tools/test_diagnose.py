@@ -67,11 +67,7 @@ class Sum:
 
 
 def _engine(
-    model: nn.Module,
-    world: World,
-    *,
-    precision: PrecisionConfig = FP32,
-    find_unused_parameters: bool = False,
+    model: nn.Module, world: World, *, precision: PrecisionConfig = FP32, find_unused_parameters: bool = False
 ) -> DDPEngine:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = DDPConfig(find_unused_parameters=find_unused_parameters)

@@ -320,20 +320,14 @@ def _windows(**seconds: float) -> list[dict[str, float]]:
 
 
 LATE_TO_THE_COUNT = [_windows(loading=0.001, count=0.05, forward=0.1), _windows(loading=0.051, forward=0.1)]
-LATE_TO_THE_REDUCTION = [
-    _windows(forward=0.2, backward=0.1),
-    *[_windows(forward=0.1, backward=0.1, reduction=0.1)] * 3,
-]
+LATE_TO_THE_REDUCTION = [_windows(forward=0.2, backward=0.1), *[_windows(forward=0.1, backward=0.1, reduction=0.1)] * 3]
 
 
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
         (LATE_TO_THE_COUNT, "rank 1 is waited for: loading takes it 51.0 ms a step, the others' median is 1.0; "),
-        (
-            LATE_TO_THE_REDUCTION,
-            "rank 0 is waited for: computing takes it 300.0 ms a step, the others' median is 200",
-        ),
+        (LATE_TO_THE_REDUCTION, "rank 0 is waited for: computing takes it 300.0 ms a step, the others' median is 200"),
         ([_windows(forward=0.1, reduction=0.1)] * 2, ""),
         ([_windows(loading=1.0)], ""),
     ],

@@ -102,12 +102,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str, str]] = {
     "null": (lambda run: (run / NEWEST / "manifest.json").write_text("null"), 1, "json is no manifest", "step-9"),
     "a file for a folder": (lambda run: (run / "checkpoints/step-11").touch(), 1, "step-11 ... DAMAGED", "step-10"),
     "a link": (lambda run: (run / "checkpoints/step-11").symlink_to("x"), 1, "step-11 ... DAMAGED", "step-10"),
-    "half saved": (
-        lambda run: (run / "checkpoints/.saving-step-11").mkdir(),
-        0,
-        ".saving-step-11 ... is b",
-        "step-10",
-    ),
+    "half saved": (lambda run: (run / "checkpoints/.saving-step-11").mkdir(), 0, ".saving-step-11 ... is b", "step-10"),
     "a torn line": (_torn, 1, "10 records, the last of step 10; DAMAGED: 1 lines are no records", "step-10"),
     "a status": (lambda run: (run / "status.json").write_text("[]"), 1, "status.json ... DAMAGED", "step-10"),
     "a dead owner": (_held, 0, "owner.json ... which is gone: the next run takes it over", "step-10"),

@@ -76,13 +76,7 @@ class DeepSpeedEngine(Engine):
         ConfigError: DeepSpeed is not installed, or cannot do what the arguments ask for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        world: World,
-        context: EngineContext,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> None:
         settings, policy, scaler = context.generated, context.policy, context.loss_scale(world.device)
         _check(model, optimizers, settings)
         stage = int(settings.get("zero_optimization", {}).get("stage", 0))

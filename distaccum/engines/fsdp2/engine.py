@@ -31,15 +31,7 @@ from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduc
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
-from distaccum.engines.modules import (
-    HostCopy,
-    blocks_of,
-    full_tensor,
-    is_meta,
-    is_sharded,
-    shard_like,
-    trained,
-)
+from distaccum.engines.modules import HostCopy, blocks_of, full_tensor, is_meta, is_sharded, shard_like, trained
 from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -67,13 +59,7 @@ class FSDP2Engine(Engine):
         ConfigError: an optimizer has stepped, or ``engine.blocks`` match nothing. See ``checks.check`` too.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        world: World,
-        context: EngineContext,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> None:
         config, policy, numerics = context.engine, context.policy, context.numerics
         assert isinstance(config, FSDP2Config)
         numerics.check_optimizers(optimizers, config)

@@ -63,10 +63,7 @@ def take_hooks(model: nn.Module) -> dict[str, ParameterHooks]:
 
 
 def carry_hooks_over(
-    taken: Mapping[str, ParameterHooks],
-    model: nn.Module,
-    sharded: internals.ShardedModel,
-    replays: Callable[[], bool],
+    taken: Mapping[str, ParameterHooks], model: nn.Module, sharded: internals.ShardedModel, replays: Callable[[], bool]
 ) -> None:
     """Puts hooks on the parameters that took the places of those that had them.
 

@@ -84,12 +84,7 @@ class audit:  # noqa: N801  a context manager is called like a function
         self._show = show or _print
         self._done = False
         self._watch = Watch(
-            model,
-            optimizer,
-            batches,
-            windows=windows,
-            on_enough=on_enough,
-            before_shutdown=self._finish,
+            model, optimizer, batches, windows=windows, on_enough=on_enough, before_shutdown=self._finish
         )
         self._report = Report(record=self._watch.pool.announce)
 

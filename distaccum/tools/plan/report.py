@@ -55,9 +55,4 @@ def _batch(job: Job, step: Step) -> Values:
 
 
 def _times(step: Step) -> dict[str, float]:
-    return {
-        "seconds": step.seconds,
-        "compute": step.compute,
-        "update": step.update,
-        "exposed": step.exposed,
-    }
+    return {"seconds": step.seconds, "compute": step.compute, "update": step.update, "exposed": step.exposed}

@@ -205,11 +205,7 @@ class Checkpoints(Part):
         if not (best is not None or again or waits) and self._begin(step, part):
             return
         path = self._store.save(
-            step,
-            self._world,
-            part.write,
-            again=again,
-            before_publishing=partial(self._before_publishing, step, best),
+            step, self._world, part.write, again=again, before_publishing=partial(self._before_publishing, step, best)
         )
         self._made(run, path, best)
 

@@ -83,11 +83,5 @@ def components_of(
     with world.device:
         model = build("model", config.model)
     return build_components(
-        config,
-        data,
-        model,
-        build("loss", config.loss),
-        world_size=world.size,
-        device=world.device,
-        callbacks=callbacks,
+        config, data, model, build("loss", config.loss), world_size=world.size, device=world.device, callbacks=callbacks
     )

@@ -257,10 +257,7 @@ def split_k(options: Options) -> list[Figure]:
                 hardware.configure(policy, options.device)
                 step()
 
-            steps = {
-                "false": partial(in_format, wide),
-                "true": partial(in_format, replace(wide, split_k_16bit=True)),
-            }
+            steps = {"false": partial(in_format, wide), "true": partial(in_format, replace(wide, split_k_16bit=True))}
             rounds = 3 if options.small else 12
             taken = seconds_of_windows(steps, options.device, windows=1, rounds=rounds, within_s=12)
         return _compared(_of("124m, bf16, eager", config), "split_k_16bit=false", *taken.values())

@@ -139,11 +139,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def torchrun(
-    hosts: Hosts,
-    program: Sequence[str],
-    *,
-    timeout: float,
-    environment: Mapping[str, str] | None = None,
+    hosts: Hosts, program: Sequence[str], *, timeout: float, environment: Mapping[str, str] | None = None
 ) -> list[Finished]:
     """Runs ``program`` with torchrun, one process on each host, to the end; the caller looks at the exit codes.
 

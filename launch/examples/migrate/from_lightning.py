@@ -47,9 +47,7 @@ trainer = L.Trainer(
     enable_progress_bar=False,
 )
 trainer.fit(
-    model,
-    DataLoader(data, batch_size=8, collate_fn=collate),
-    DataLoader(data[:64], batch_size=8, collate_fn=collate),
+    model, DataLoader(data, batch_size=8, collate_fn=collate), DataLoader(data[:64], batch_size=8, collate_fn=collate)
 )
 print(f"eval_loss {trainer.callback_metrics['eval_loss']:.6f}")
 torch.save(model.net.state_dict(), "weights.pt")

@@ -217,11 +217,7 @@ def test_what_pip_is_told_here_reaches_a_build(tmp_path: Path) -> None:
         ]
     )
     source = host.pip_source(listing)
-    assert source.mounts == {
-        wheels: wheels,
-        index.parent: index.parent,
-        certificate: Path("/mnt/host/ca.crt"),
-    }
+    assert source.mounts == {wheels: wheels, index.parent: index.parent, certificate: Path("/mnt/host/ca.crt")}
     assert source.config == (
         f"[global]\nfind-links = {wheels}\n"
         f"extra-index-url = https://index.example.com/simple\n    file://{index}\n"

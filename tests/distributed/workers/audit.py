@@ -19,12 +19,7 @@ def main() -> None:
     for expected in [*FAULTS, *RIGHT]:
         rig = Rig(**expected.rig)
         with audit(
-            rig.model,
-            rig.optimizer,
-            loss_sum=loss_sum,
-            count=count,
-            batches=rig.batches,
-            show=lambda report: None,
+            rig.model, rig.optimizer, loss_sum=loss_sum, count=count, batches=rig.batches, show=lambda report: None
         ) as report:
             rig.record = report.record
             LOOPS[expected.loop](rig)

@@ -61,14 +61,7 @@ def by_trainer(cell: Cell, model: nn.Module, optimizer: Any, world: World) -> No
     trainer = {"max_steps": None, "max_epochs": 1, "log_every": 1000}
     config = settings((GLOBAL_SIZE, cell.micro), trainer, seed=SEED, optim={"clip_norm": None}, schedule={})
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(
-            model,
-            matrix.LOSSES[cell.loss](),
-            source,
-            optimizer=optimizer,
-            config=config,
-            run_dir=folder,
-        ).fit()
+        Trainer(model, matrix.LOSSES[cell.loss](), source, optimizer=optimizer, config=config, run_dir=folder).fit()
         world.barrier()
 
 

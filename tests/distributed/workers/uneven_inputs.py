@@ -77,13 +77,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0]) - batch[1]).square().sum()
 
 
-def train(
-    engine: EngineConfig,
-    stream: Stream,
-    *,
-    at_once: bool = False,
-    **options: Any,
-) -> Any:
+def train(engine: EngineConfig, stream: Stream, *, at_once: bool = False, **options: Any) -> Any:
     """Applied or not, and the norm, window by window; or what was raised."""
     torch.manual_seed(1)
     acc = accumulator(engine, Model(), **options)

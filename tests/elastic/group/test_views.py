@@ -13,17 +13,7 @@ from torch.distributed import HashStore
 
 from distaccum.elastic.group import polled_group
 from distaccum.elastic.group.polled_group import PolledGroup
-from distaccum.elastic.group.views import (
-    NEWCOMER,
-    Node,
-    Report,
-    Share,
-    View,
-    behind,
-    propose,
-    shares_of,
-    source_of,
-)
+from distaccum.elastic.group.views import NEWCOMER, Node, Report, Share, View, behind, propose, shares_of, source_of
 from distaccum.errors import DistaccumError
 from tests.support.elastic_model import Bounds, BrokenError, Found, Model, search
 from tests.support.elastic_mutants import MUTANTS

@@ -315,10 +315,7 @@ def test_flat_shards_are_refused() -> None:
     destroy = torch.distributed.destroy_process_group
     with single_process_world():
         model = FullyShardedDataParallel(nn.Linear(WIDTH, 1), device_id=torch.device("cpu"))
-        with (
-            pytest.raises(MisuseError, match="shard with fully_shard"),
-            audit(model, loss_sum=loss_sum, count=count),
-        ):
+        with pytest.raises(MisuseError, match="shard with fully_shard"), audit(model, loss_sum=loss_sum, count=count):
             pass
         with pytest.raises(MisuseError, match="audit at least 1"):
             audit(model, windows=0)

@@ -12,13 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from distaccum import Accumulator
 from distaccum.config.engine import DDPConfig
@@ -214,10 +208,7 @@ MISUSE: dict[str, tuple[Callable[[Accumulator, Any], object], str]] = {
         r"model\.zero_grad\(\) was called by hand: delete the line",
     ),
     "backward outside": (lambda acc, _: _backward(acc, DATA[0][None]), r"backward\(\) outside a window"),
-    "backward twice": (
-        lambda acc, _: _loop(acc, _twice),
-        r"backward\(\) in accumulate\(\), after its backward\(\)",
-    ),
+    "backward twice": (lambda acc, _: _loop(acc, _twice), r"backward\(\) in accumulate\(\), after its backward\(\)"),
     "a micro-batch twice": (lambda acc, _: _loop(acc, runs=(2, 1)), r"accumulate\(\) between two micro-batches"),
     "torch's backward": (
         lambda acc, _: _loop(acc, lambda acc, batch: _loss(acc.model, batch).backward()),
@@ -248,10 +239,7 @@ MISUSE: dict[str, tuple[Callable[[Accumulator, Any], object], str]] = {
         lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.model, batch), 17)),
         r"with the count 17 where count= gave \{'loss': 2\}",
     ),
-    "saves in a window": (
-        lambda acc, _: _loop(acc, after=acc.state_dict),
-        r"state_dict\(\) between two micro-batches",
-    ),
+    "saves in a window": (lambda acc, _: _loop(acc, after=acc.state_dict), r"state_dict\(\) between two micro-batches"),
     "names differ": (
         lambda acc, _: _loop(acc, lambda acc, batch: acc.backward({"language": _loss(acc.model, batch)})),
         r"the losses are \['language'\], and what was counted is \['loss'\]",

@@ -104,10 +104,7 @@ def test_a_flag_that_names_none_is_refused_by_name(given: list[str], message: st
         (["model=cnn"], "model.chanels", "no such setting; did you mean channels?"),
         ([], "model.channels", "model.channels=4: a setting of model=cnn, not of model=gpt. Use model=cnn"),
         pytest.param(
-            ["optim=sgd"],
-            "optim.optimizer.momentun",
-            "no such setting; did you mean momentum?",
-            marks=pytest.mark.slow,
+            ["optim=sgd"], "optim.optimizer.momentun", "no such setting; did you mean momentum?", marks=pytest.mark.slow
         ),
         ([], "optim.optimizer.amsgrad", "but torch.optim.AdamW takes it. Add it with +optim.optimizer.amsgrad=4"),
         (["data=labelled"], "data.vocab_size", "labelled takes it. Add it with +data.vocab_size=4"),  # others state it

@@ -343,12 +343,7 @@ def test_the_groups_compose_to_what_they_name() -> None:
         ({"micro_tokens": 100, "global_size": 4}, False, None, 4),
         ({"micro_tokens": 100, "micro_size": 3}, True, 3, 3),
         ({"micro_tokens": 100, "micro_size": "3"}, True, 3, 3),
-        (
-            {"micro_tokens": "100", "global_size": None, "tokens": 200},
-            False,
-            None,
-            8,
-        ),  # of ${oc.env:...}
+        ({"micro_tokens": "100", "global_size": None, "tokens": 200}, False, None, 8),  # of ${oc.env:...}
     ],
 )
 def test_samples_are_limited_too_where_their_number_is_stated(

@@ -101,26 +101,13 @@ def _plans(lengths: list[int], size: int, world: int, seed: int | None) -> dict[
     kind=st.sampled_from(["samples", "tokens", "resized", "scheduled"]),
 )
 def test_micro_batches_are_a_windows_samples_once_each_within_the_limit(
-    *,
-    lengths: list[int],
-    size: int,
-    most: int,
-    multiple: int,
-    world: int,
-    seed: int | None,
-    grouped: bool,
-    kind: str,
+    *, lengths: list[int], size: int, most: int, multiple: int, world: int, seed: int | None, grouped: bool, kind: str
 ) -> None:
     whole, epoch = _plans(lengths, size, world, seed)[kind]
     collate = PadCollator((0, -100), pad_to_multiple_of=multiple)
     array = np.array(lengths)
     plan = MicroTokenPlan(
-        plan=whole,
-        lengths=array,
-        micro_tokens=most,
-        tokens_of=collate.tokens_of,
-        grouped=grouped,
-        limits_samples=False,
+        plan=whole, lengths=array, micro_tokens=most, tokens_of=collate.tokens_of, grouped=grouped, limits_samples=False
     )
     cut, alone = plan.epoch(epoch), whole.epoch(epoch)
     assert cut.windows_per_epoch == alone.windows_per_epoch

@@ -35,10 +35,7 @@ PLANS: dict[str, UnitPlan] = {
     "stages": UnitPlan(plan=ScheduledPlan(samples=50, stages=(Stage(6, 3, "updates"),), global_batch_size=20, **SIZES)),
     "resized": UnitPlan(
         plan=ResizedPlan(
-            samples=50,
-            global_batch_size=7,
-            since=Resize(global_batch_size=7, epoch=0, window=1, position=20),
-            **SIZES,
+            samples=50, global_batch_size=7, since=Resize(global_batch_size=7, epoch=0, window=1, position=20), **SIZES
         )
     ),
     "grouped": UnitPlan(plan=GroupedPlan(plan=BatchPlan(samples=50, global_batch_size=20, **SIZES), lengths=LENGTHS)),

@@ -128,12 +128,7 @@ def _accumulator(world: World, model: nn.Module, **options: Any) -> Accumulator:
         (Net(), FSDP2Config(), {"name": "blocks", "blocks": ["first"]}, "compile.blocks.*engine=fsdp2.*engine.blocks"),
         (Net(), FSDP2Config(), {"name": "model"}, "compile=model: on engine=fsdp2.*compile=blocks"),
         (Net(), DeepSpeedConfig(stage=3), {"name": "model"}, "engine.stage=3.*engine=fsdp2"),
-        (
-            Net(),
-            Zero1Config(),
-            {"name": "model", "backend": "eagre"},
-            "compile.backend=eagre: torch has no such",
-        ),
+        (Net(), Zero1Config(), {"name": "model", "backend": "eagre"}, "compile.backend=eagre: torch has no such"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(model: nn.Module, engine: Any, given: Any, words: str) -> None:

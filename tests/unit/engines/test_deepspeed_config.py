@@ -71,12 +71,7 @@ def test_the_whole_of_stage_2_in_fp16() -> None:
             "consecutive_hysteresis": False,
             "min_loss_scale": 1,
         },
-        "zero_optimization": {
-            "stage": 2,
-            "contiguous_gradients": True,
-            "reduce_scatter": True,
-            "overlap_comm": False,
-        },
+        "zero_optimization": {"stage": 2, "contiguous_gradients": True, "reduce_scatter": True, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
@@ -689,10 +684,7 @@ def test_the_lists_of_keys_are_those_of_deepspeed(deepspeed: Any) -> None:
 )
 def test_schedules_are_deepspeeds(deepspeed: Any, kind: str, more: dict[str, Any], curve: str) -> None:
     params = {"warmup_num_steps": 6, "warmup_type": curve, **more}
-    file = {
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "scheduler": {"type": kind, "params": params},
-    }
+    file = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "scheduler": {"type": kind, "params": params}}
     config = from_deepspeed_json(file, world_size=RANKS)
     module, _, name = config["schedule"].pop("_target_").rpartition(".")
     ours = getattr(importlib.import_module(module), name)(total_steps=20, **config["schedule"])

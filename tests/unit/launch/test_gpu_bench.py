@@ -90,10 +90,7 @@ def test_a_run_whose_measurements_fail_reports_them_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [
-        ("dying", "was killed by SIGABRT and no answer"),
-        ("hanging", "did not end within 25 s, and was killed"),
-    ],
+    [("dying", "was killed by SIGABRT and no answer"), ("hanging", "did not end within 25 s, and was killed")],
 )
 def test_what_ends_a_process_is_told_and_leaves_none_behind(tmp_path: Path, name: str, problem: str) -> None:
     """A process that hangs takes along what it has started."""

@@ -21,14 +21,7 @@ def test_a_count_costs_what_the_last_host_to_come_waits() -> None:
 
 
 def test_the_table_has_the_counts_share_of_a_window() -> None:
-    row = {
-        "seconds": 0.5,
-        "forecast": 0.4,
-        "error": -0.2,
-        "over no_sync": 1.02,
-        "bytes": 1024,
-        "gradient bytes": 1024,
-    }
+    row = {"seconds": 0.5, "forecast": 0.4, "error": -0.2, "over no_sync": 1.02, "bytes": 1024, "gradient bytes": 1024}
     counted = {**row, "count_last_ms": 5.0, "alone_ms": 0.5, "alone_p10_ms": 0.25}
     head, by_hand, ours = window_rows({"ways": {"hand-written, no_sync": row, "distaccum": counted}})
     for line, counts in ((ours, ("5.00 ms, 1.00%", "0.50 / 0.25 ms")), (by_hand, ("", ""))):

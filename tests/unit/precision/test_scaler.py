@@ -238,21 +238,9 @@ def test_a_parameter_without_a_gradient_stays_and_the_rest_steps(group: World) -
 # What DeepSpeed's names mean, written out by hand: "x" is an overflow, "." none, and below it the scale's power of two
 # after that window. It starts at 2**4. See update_scale of deepspeed/runtime/fp16/loss_scaler.py, 0.19.
 SEQUENCES = {
-    "a first growth takes one window more than later ones": (
-        {"growth_interval": 2},
-        ". . . . . . .",
-        "4 4 5 5 6 6 7",
-    ),
-    "so does the first after an overflow": (
-        {"growth_interval": 2},
-        ". . x . . . . . .",
-        "4 4 3 3 3 4 4 5 5",
-    ),
-    "an overflow starts the count anew": (
-        {"growth_interval": 3},
-        ". . . x . . . x . . . .",
-        "4 4 4 3 3 3 3 2 2 2 2 3",
-    ),
+    "a first growth takes one window more than later ones": ({"growth_interval": 2}, ". . . . . . .", "4 4 5 5 6 6 7"),
+    "so does the first after an overflow": ({"growth_interval": 2}, ". . x . . . . . .", "4 4 3 3 3 4 4 5 5"),
+    "an overflow starts the count anew": ({"growth_interval": 3}, ". . . x . . . x . . . .", "4 4 4 3 3 3 3 2 2 2 2 3"),
     "an overflow right after a growth": ({"growth_interval": 2}, ". . . x x .", "4 4 5 4 3 3"),
     "hysteresis is used up once, until the scale grows": (
         {"growth_interval": 3, "hysteresis": 2},

@@ -40,13 +40,7 @@ def _data(seed: int = 0, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
 
 
 def _train(
-    run_dir: Path,
-    *,
-    steps: int,
-    model: nn.Module | None = None,
-    loss: Any = None,
-    data: Any = None,
-    **more: Any,
+    run_dir: Path, *, steps: int, model: nn.Module | None = None, loss: Any = None, data: Any = None, **more: Any
 ) -> None:
     fixed = {"batch": {"global_size": 8, "micro_size": 4}, "trainer": {"max_steps": steps, "eval_every": 0}}
     shown = {"metrics": {"wandb": {"mode": "disabled"}}, "schedule": CONSTANT, "resume": "auto"}

@@ -19,12 +19,7 @@ from distaccum.tools.plan.command import plan
 from tests.support.commands import metrics, succeed
 
 # OpenAI's own models, by the elements of their parameters.
-PUBLISHED = {
-    "gpt2-124m": 124_439_808,
-    "gpt2-350m": 354_823_168,
-    "gpt2-774m": 774_030_080,
-    "gpt2-1.5b": 1_557_611_200,
-}
+PUBLISHED = {"gpt2-124m": 124_439_808, "gpt2-350m": 354_823_168, "gpt2-774m": 774_030_080, "gpt2-1.5b": 1_557_611_200}
 EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("gpt2-*.yaml"))
 TOKENS = ("data=tokens", "data.path=unused", "data.vocab_size=50257", "data.seq_len=1024")
 

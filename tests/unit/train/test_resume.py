@@ -44,12 +44,7 @@ def _saved(run_dir: Path) -> Path:
 
 def _components(model: nn.Module, **config: Any) -> TrainingComponents:
     return build_components(
-        RunConfig.from_dict(_config(**config)),
-        SOURCE,
-        model,
-        CrossEntropy(),
-        world_size=1,
-        device=torch.device("cpu"),
+        RunConfig.from_dict(_config(**config)), SOURCE, model, CrossEntropy(), world_size=1, device=torch.device("cpu")
     )
 
 

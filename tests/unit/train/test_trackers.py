@@ -611,9 +611,7 @@ def test_where_there_is_no_terminal_there_are_no_control_characters(
     assert "\x1b" not in said
 
 
-def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_terminal_the_live_line_follows_the_run_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")

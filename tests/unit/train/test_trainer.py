@@ -14,16 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from distaccum import (
-    BatchConfig,
-    DataSpec,
-    DDPConfig,
-    OptimConfig,
-    PrecisionConfig,
-    RunConfig,
-    Trainer,
-    Zero1Config,
-)
+from distaccum import BatchConfig, DataSpec, DDPConfig, OptimConfig, PrecisionConfig, RunConfig, Trainer, Zero1Config
 from distaccum.accumulation.step import Outcome
 from distaccum.data.adapters import split_by_rank
 from distaccum.distributed.environment import LaunchEnvironment
