@@ -63,5 +63,5 @@ def test_a_reduced_gradient_is_as_exact_as_its_format_allows(
 def test_an_average_within_fp16_is_reduced_in_it_where_a_part_is_not(counted: list[dict[str, Any]], rank: int) -> None:
     """80,000 and 20,000: torch's own hook casts before it divides."""
     found = counted[rank]
-    assert found["large"] == {"fp32": [50_000.0] * 8, "bf16": [49_920.0] * 8, "fp16": [49_984.0] * 8}
+    assert found["large"] == {"fp32": [100_000.0] * 8, "bf16": [99_840.0] * 8, "fp16": [49_984.0] * 8}
     assert found["large, torch's hook"] == [float("inf")] * 8

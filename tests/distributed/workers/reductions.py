@@ -89,7 +89,7 @@ class Product(nn.Module):
 
 
 def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
-    """The average of the ranks' gradients, as the engine reduces it."""
+    """The sum of the ranks' gradients, as the engine reduces it; in fp16 their average."""
     model = Product(gradient.numel())
     optimizer = torch.optim.SGD(model.parameters())
     engine = engine_of(model, optimizer, world, dtype, DDPConfig())
@@ -100,7 +100,7 @@ def reduce(world: World, gradient: Tensor, dtype: str) -> Tensor:
 
 
 def reduce_by_torch(gradient: Tensor) -> Tensor:
-    """The same average by torch's own hook for fp16."""
+    """The average by torch's own hook for fp16."""
     model = Product(gradient.numel())
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, fp16_compress_hook)
@@ -112,12 +112,12 @@ def reduce_by_torch(gradient: Tensor) -> Tensor:
 def worst_error(world: World, dtype: str) -> float:
     """The largest error of an element against fp64, in units of what rounding may do to it.
 
-    A half of each rank's gradient is rounded, and so is the sum: each to within half the format's epsilon of itself, or
+    Each rank's gradient, in fp16 its half, is rounded, and so is the sum: each to within half the format's epsilon of itself, or
     of the least normal number where it is smaller.
     """
     both = [torch.randn(100_000, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
     found = reduce(world, both[world.rank], dtype).double()
-    parts = [gradient.double() / world.size for gradient in both]
+    parts = [gradient.double() / BucketReducer(world, DTYPES[dtype]).divisor for gradient in both]
     expected, limits = sum(parts), torch.finfo(DTYPES[dtype])
     allowed = sum(limits.eps / 2 * part.abs().clamp(min=limits.tiny) for part in (*parts, expected))
     return ((found - expected).abs() / allowed).max().item()
