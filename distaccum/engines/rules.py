@@ -159,10 +159,12 @@ def expect_no_lists(optimizer: Optimizer, engine: str) -> None:
     Raises:
         ConfigError: it keeps tensors beside its state, which it would pair with others than were meant.
     """
+    held = [p.shape for group in optimizer.param_groups for p in group["params"]]
     for name, value in vars(optimizer).items():
         kept = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
         inner = [one for each in kept for one in (each if isinstance(each, list | tuple) else (each,))]
-        if name not in ("param_groups", "state") and any(isinstance(one, Tensor) and one.ndim for one in inner):
+        shapes = [one.shape for one in inner if isinstance(one, Tensor)]
+        if name not in ("param_groups", "state") and shapes and shapes == held:
             problem = f"keeps a list of tensors of its own ({name}), and on this engine it steps other parameters"
             remedy = f"Keep what belongs to a parameter in optimizer.state[p], or use engine=ddp, not {engine}"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)

@@ -97,6 +97,8 @@ class FSDP2Engine(Engine):
         )
         self._optimizer_step = OptimizerStep(update, (model,), self._settings, window_open=lambda: self.window_open)
         self._units = Units(model, every=config.sync == "every", reshards=self._reshards)
+        # After what follows, which talks to other ranks, and before FSDP2's own.
+        self._hooks = [unit.register_forward_pre_hook(_gather_to_train, prepend=True) for unit in self._units.modules]
         self._uneven_inputs = inputs = UnevenInputs(model, world, self._meet_others)
         self._order = BlockOrder(in_backward=lambda: inputs.differentiates)
         wrap.carry_hooks_over(taken, model, self._sharded, replays=lambda: inputs.replays)
@@ -104,7 +106,7 @@ class FSDP2Engine(Engine):
         self._shard_watch = ShardWatch(lambda: [p.grad for p in self._parameters.values()])
         self._sync = False
         # Before FSDP2's own, which puts its parameter where another tensor may have been put.
-        self._hooks = [unit.register_forward_pre_hook(self._expect_own, prepend=True) for unit in self._units.modules]
+        self._hooks += [unit.register_forward_pre_hook(self._expect_own, prepend=True) for unit in self._units.modules]
         self._hooks += [model.register_forward_pre_hook(self._note_forward)]
         self._compares_order = False
         self._late_faults: list[tuple[HostCopy, str]] = []
@@ -302,9 +304,6 @@ class FSDP2Engine(Engine):
             problem = f"{name} of {type(unit).__name__} was replaced, as torch.func.functional_call does"
             remedy = "call the module itself, or use an engine that holds whole parameters (ddp, zero1)"
             raise MisuseError(f"{problem}, and a forward would gather the parameter all the same: {remedy}")
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(mode=False):  # a training forward could not write what is gathered in it
-                unit.unshard()  # type: ignore[operator]
 
     def _note_fault(self, fault: str) -> None:
         self._fault = self._fault or fault
@@ -525,3 +524,10 @@ def _mesh(world: World, replicas: int) -> DeviceMesh:
     if replicas == 1:
         return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
     return init_device_mesh(kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _gather_to_train(unit: nn.Module, _: object) -> None:
+    """In inference mode: a training forward could not write what is gathered in it."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            unit.unshard()  # type: ignore[operator]

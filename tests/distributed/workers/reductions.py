@@ -112,8 +112,8 @@ def reduce_by_torch(gradient: Tensor) -> Tensor:
 def worst_error(world: World, dtype: str) -> float:
     """The largest error of an element against fp64, in units of what rounding may do to it.
 
-    Each rank's gradient, in fp16 its half, is rounded, and so is the sum: each to within half the format's epsilon of itself, or
-    of the least normal number where it is smaller.
+    Each rank's gradient, in fp16 its half, is rounded, and so is the sum: each to within half the format's epsilon of
+    itself, or of the least normal number where it is smaller.
     """
     both = [torch.randn(100_000, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
     found = reduce(world, both[world.rank], dtype).double()
