@@ -60,7 +60,9 @@ def _is_own(key: object) -> bool:
 
 def _has_contents(value: object) -> bool:
     if isinstance(value, Tensor):
-        return value.is_leaf and not isinstance(value, nn.Parameter) and not value.requires_grad
+        # What is sparse, quantised or without memory is compared with nothing, and seldom written in place.
+        plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+        return plain and value.is_leaf and not isinstance(value, nn.Parameter) and not value.requires_grad
     return type(value) in (list, dict, set, deque)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from distaccum.data.window import Window
 from distaccum.engines.base import Engine
-from distaccum.engines.modules import to_local, trained
+from distaccum.engines.modules import is_sharded, to_local, trained
 from distaccum.errors import VerificationError, shorten
 from distaccum.losses.normalize import SINGLE, Count, as_counts
 from distaccum.verification.additivity import in_16_bits, rows_of
@@ -77,13 +77,17 @@ class Relations:
             self._before = list(self._noted(model.named_parameters()))
         elif not self._looked and self._engine.compiled is None:
             for name, module in model.named_modules():
-                if module._parameters:
-                    self._watch(name, module)
+                self._watch(name, module)
 
     def after_forward(self) -> None:
         """Compares them."""
         self._written |= dict.fromkeys(self._changed(self._before))
-        self._before, self._looked = [], True
+        self._looked = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Leaves the modules alone, also where a forward has failed."""
+        self._before = []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -94,13 +98,15 @@ class Relations:
         prefix = f"{name}." if name else ""
 
         def begins(*_: Any) -> None:
-            running.append(list(self._noted((prefix + key, p) for key, p in module.named_parameters(recurse=False))))
+            held = ((prefix + key, p) for key, p in module.named_parameters() if not is_sharded(p))
+            running.append(list(self._noted(held)))
 
         def ends(*_: Any) -> None:
             if running:
-                self._written |= dict.fromkeys(self._changed(running.pop(), values=False))
+                self._written |= dict.fromkeys(self._changed(running.pop()))
 
-        self._hooks += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends)]
+        # After the hook that gathers, and before the one that lets go.
+        self._hooks += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, prepend=True)]
 
     def _noted(
         self, parameters: Iterator[tuple[str, nn.Parameter]]
@@ -109,12 +115,10 @@ class Relations:
             values = [] if self._looked else _values(parameter)
             yield name, parameter, (parameter._version, parameter.data_ptr()), values
 
-    def _changed(
-        self, before: Sequence[tuple[str, nn.Parameter, tuple[int, int], list[float]]], *, values: bool = True
-    ) -> Iterator[str]:
+    def _changed(self, before: Sequence[tuple[str, nn.Parameter, tuple[int, int], list[float]]]) -> Iterator[str]:
         for name, parameter, mark, numbers in before:
-            moved = parameter._version != mark[0] or (values and parameter.data_ptr() != mark[1])
-            if moved or (values and numbers and _values(parameter) != numbers):
+            moved = (parameter._version, parameter.data_ptr()) != mark
+            if moved or (numbers and _values(parameter) != numbers):
                 yield name
 
     def _written_in_words(self) -> str:

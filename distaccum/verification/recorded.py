@@ -120,4 +120,5 @@ class RecordedWindow:
 
     def forget(self) -> None:
         """Frees what was recorded."""
+        self.relations.forget()
         self.states, self.batches, self.loss, self.buffers = [], [], None, None

@@ -256,9 +256,7 @@ class DeepSpeedEngine(Engine):
             if scaled.requires_grad:
                 self._engine.backward(scaled, scale_wrt_gas=False)
             elif self._uneven_inputs and (through := self._uneven_inputs.unreached())[0]:
-                torch.autograd.backward(
-                    *through
-                )  # a constant, of a micro-batch that counts nothing; others communicate
+                torch.autograd.backward(*through)  # of a constant: others communicate
         self._watch.note()
 
     def _look_for_changes(self) -> None:

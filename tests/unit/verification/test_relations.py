@@ -38,7 +38,7 @@ class Net(nn.Module):
         torch.manual_seed(1)
         self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
         self.teacher = nn.Linear(6, 1).requires_grad_(False)
-        self.calls, self.seen = 0, list[int]()
+        self.calls, self.seen, self.graph = 0, list[int](), torch.eye(2).to_sparse()
         self.does = does
         if hook is not None:
             self.a.weight.register_hook(hook)
@@ -164,6 +164,7 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a teacher that follows": (lambda: Net(follows), False, 1, {}, "writes teacher.weight, which moves once for each"),
     "unit rows": (lambda: Net(unit_rows), False, 2, {}, ""),
     "unit rows, on parts": (lambda: Net(unit_rows), False, 2, {"engine": "zero1"}, "writes a.weight, and this engine"),
+    "unit rows, gathered": (lambda: Net(unit_rows), True, 2, {"engine": "fsdp2"}, "writes a.weight, and this engine"),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
 }
 
