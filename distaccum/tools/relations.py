@@ -116,9 +116,10 @@ class Relations:
             yield name, parameter, (parameter._version, parameter.data_ptr()), values
 
     def _changed(self, before: Sequence[tuple[str, nn.Parameter, tuple[int, int], list[float]]]) -> Iterator[str]:
-        for name, parameter, mark, numbers in before:
-            moved = (parameter._version, parameter.data_ptr()) != mark
-            if moved or (numbers and _values(parameter) != numbers):
+        gathers = self._engine.facts.forward_communicates  # and lets go, so that the same weights lie elsewhere
+        for name, parameter, (version, address), numbers in before:
+            moved = parameter._version != version or (parameter.data_ptr() != address and not gathers)
+            if moved or (numbers and (_values(parameter) or numbers) != numbers):
                 yield name
 
     def _written_in_words(self) -> str:
@@ -269,7 +270,9 @@ def _counts_in_words(window: Window, count: Count) -> tuple[str, bool]:
 
 
 def _values(parameter: Tensor) -> list[float]:
-    """Two numbers that tell a tensor's values from others; reads the device."""
+    """Two numbers that tell a tensor's values from others; none of what is not here. Reads the device."""
+    if not parameter.numel():
+        return []
     with suppress(RuntimeError, NotImplementedError):  # of quantised weights, or ones without memory
         numbers = parameter.detach()
         norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
