@@ -19,6 +19,7 @@ from distaccum.config.checks import (
     require,
     require_choice,
     require_count,
+    require_relations,
     require_seed,
     require_verify,
     whole_number,
@@ -64,6 +65,7 @@ class AccumulatorKeywords(TypedDict, total=False):
     prefetch: int
     prefetch_windows: int
     verify: str | int
+    verify_allow: Sequence[str]
     on_divergence: str
     numerics: str
     virtual_ranks: int
@@ -98,6 +100,7 @@ class AccumulatorSettings:
     prefetch: int = 2
     prefetch_windows: int = 1
     verify: str | int = "first"
+    verify_allow: Sequence[str] = ()
     on_divergence: str = "stop"
     numerics: str = "fast"
     virtual_ranks: int = VIRTUAL_RANKS
@@ -116,6 +119,7 @@ class AccumulatorSettings:
         require_count("prefetch_windows", self.prefetch_windows)
         require_seed("seed", self.seed)
         require_verify("verify", self.verify)
+        require_relations("verify_allow", self.verify_allow)
         require_choice("on_divergence", self.on_divergence, ON_DIVERGENCE)
         self.spikes()
         engine_config(self.engine)

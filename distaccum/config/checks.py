@@ -89,6 +89,7 @@ EPOCH = "epoch"  # of trainer.eval_every and checkpoint.every
 DOCUMENTS = "documents"  # of batch.packing
 LASTS = ("updates", "samples", "tokens")  # of batch.schedule
 VERIFY = ("first", "never")
+RELATIONS = ("counts", "parts", "weights", "state", "hooks", "size")  # that docs/verification.md has
 REPRODUCIBLE = "reproducible"
 NUMERICS = ("fast", REPRODUCIBLE)
 GLOO = "gloo"
@@ -290,6 +291,12 @@ def require_stage(key: str, stage: Any) -> None:
     for name in ("global_size", *units):
         whole = isinstance(stage[name], int) and not isinstance(stage[name], bool)
         require(whole and stage[name] >= 1, f"{key}.{name}", stage[name], "is no whole number from 1 on", remedy)
+
+
+def require_relations(key: str, value: object) -> None:
+    """A list of relations that a proof looks at."""
+    named = isinstance(value, list | tuple) and all(is_one_of(RELATIONS, one) for one in value)
+    require(named, key, value, "no list of relations", f"Use some of [{', '.join(RELATIONS)}]")
 
 
 def require_verify(key: str, value: object) -> None:

@@ -24,6 +24,7 @@ from distaccum.config.checks import (
     require_group,
     require_interval,
     require_positive,
+    require_relations,
     require_type,
     require_verify,
     seconds_of,
@@ -156,6 +157,8 @@ class TrainerConfig:
         max_skips: Stop the run after this many skipped steps in a row, once the loss scale cannot shrink any more.
         verify (first | never | int): Steps whose gradient is verified before it is applied: the ``first``, none
             (``never``), or with 1000 the first and every 1000th.
+        verify_allow: Relations that the program breaks on purpose, which then are not looked at: some of ``counts``,
+            ``parts``, ``weights``, ``state``, ``hooks``, ``size``.
         on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` or ``warn``.
         on_spike (off | warn | skip | rollback): Reaction to an unusually large gradient norm: none (``off``), ``warn``,
             ``skip`` the step, or ``rollback`` to the last checkpoint.
@@ -182,6 +185,7 @@ class TrainerConfig:
     nonfinite: str = "stop"
     max_skips: int = 10
     verify: Any = "first"
+    verify_allow: list[str] = field(default_factory=list)
     on_divergence: str = "stop"
     on_spike: Any = "off"
     spike_zscore: float = 6.0
@@ -211,6 +215,7 @@ class TrainerConfig:
         require_choice("trainer.nonfinite", self.nonfinite, NONFINITE)
         require_count("trainer.max_skips", self.max_skips, least=1)
         require_verify("trainer.verify", self.verify)
+        require_relations("trainer.verify_allow", self.verify_allow)
         require_choice("trainer.on_divergence", self.on_divergence, ON_DIVERGENCE)
         if self.on_spike is False:  # what YAML makes of a plain off
             object.__setattr__(self, "on_spike", "off")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ class PlainState:
             self._kept.append((attributes, own, contents))
             left += [value for value in own.values() if _is_the_users(value)]
 
+    def changed(self) -> Iterator[str]:
+        """The names of attributes that are no longer what they were; reads the device."""
+        for attributes, own, contents in self._kept:
+            copies = {id(value): copy for value, copy in contents}
+            for key, value in own.items():
+                now = attributes.get(key)
+                if not _same(now, copies.get(id(value), value)) and not isinstance(value, nn.Module):
+                    yield key
+
     def restore(self) -> None:
         """Sets them to what they were; an attribute that is new, and plain, goes."""
         for attributes, own, contents in self._kept:
@@ -73,6 +82,14 @@ def _is_the_users(value: object) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, Tensor) and isinstance(before, Tensor) and _has_contents(before):
+        return now is before or (now.shape == before.shape and torch.equal(now, before.to(now.dtype)))
+    if type(now) is not type(before) or not _has_contents(now) or isinstance(now, Tensor):
+        return now is before or (isinstance(now, _IMMUTABLE) and not isinstance(now, tuple) and now == before)
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _put_back(value: Any, copy: Any) -> None:

@@ -1,28 +1,28 @@
 """What holds in every right program, whatever it computes: looked at in the window that a proof looks at.
 
 A proof computes a gradient once more, and shares the program's code with what it checks. These ask the code itself:
-whether weights stay as they are while a window's forwards run, whether a hook of a parameter is linear, and whether a
-backward looks at the size of its gradient.
+whether weights stay as they are while a window's forwards run, whether a micro-batch's loss depends on what earlier
+ones left behind, whether a hook of a parameter is linear, and whether a backward looks at the size of its gradient.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isclose
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distaccum.data.window import Window
 from distaccum.engines.base import Engine
-from distaccum.engines.modules import is_sharded, to_local, trained
+from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
 from distaccum.losses.normalize import SINGLE, Count, as_counts
+from distaccum.tools.weights_at_rest import WeightsAtRest
 from distaccum.verification.additivity import in_16_bits, rows_of
-from distaccum.verification.expected import CLOSING, NAMED, whole_numel, wide
+from distaccum.verification.expected import NAMED, closing, whole_numel, wide
 from distaccum.verification.parts import gradients_differ
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ _LINEAR, _LINEAR_16 = 1e-4, 3e-2
 _SAMPLES = 64  # whose counts are looked at
 _NOISE = 2e-7  # of the whole gradient: fp16 flushes small numbers to zero, and nothing else is rounded
 _FACTOR, _FACTOR_SCALED = 4.0, 0.25  # powers of two, which round nothing; fp16 overflows where a loss scale grows
+_SAME = 1e-4  # of a loss
 
 
 class Relations:
@@ -39,15 +40,14 @@ class Relations:
     Args:
         engine: runs the window.
         micro_batches: of this rank.
+        allow: those that a program breaks on purpose, of ``config.checks.RELATIONS``.
     """
 
-    def __init__(self, engine: Engine, micro_batches: int) -> None:
-        self._engine, self._world = engine, engine.world
+    def __init__(self, engine: Engine, micro_batches: int, allow: Sequence[str] = ()) -> None:
+        self._engine, self._world, self._allow = engine, engine.world, allow
         self._several = micro_batches > 1 or engine.world.size > 1
-        self._written: dict[str, None] = {}  # by a forward, in order
-        self._before: list[tuple[str, nn.Parameter, tuple[int, int], list[float]]] = []
-        self._hooks: list[Any] = []
-        self._looked = False  # at the values, of the first forward
+        self.weights = WeightsAtRest(engine)
+        self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
         self._size = ""  # how a backward depends on the size of its gradient
 
     # --- counts add up
@@ -58,101 +58,28 @@ class Relations:
         Raises:
             VerificationError: they are no sums; on all ranks.
         """
-        found, meant = "", False
+        found = ""
         with suppress(Exception):  # the user's code, on a batch of one sample
-            found, meant = _counts_in_words(window, count)
-        if found and meant:
-            if self._world.is_main:
-                _log.warning("%s", found)
-            found = ""
-        if problems := self._world.all_gather_names([found] if found else []):
-            raise VerificationError(f"{problems[0]} {CLOSING}")
+            found = _counts_in_words(window, count)
+        problems = self._world.all_gather_names([found] if found else [])
+        self._refuse("counts", problems[0] if problems else "")
 
-    # --- weights are at rest while a forward runs
+    # --- a micro-batch does not depend on the ones before it
 
-    def before_forward(self) -> None:
-        """Notes the weights; where a forward gathers them, as each module begins to run."""
-        model = self._engine.unwrapped_model
-        if not self._engine.facts.forward_communicates:
-            self._before = list(self._noted(model.named_parameters()))
-        elif not self._looked and self._engine.compiled is None:
-            for name, module in model.named_modules():
-                self._watch(name, module)
+    def moved(self, names: Sequence[str], losses: tuple[float, float]) -> None:
+        """Compares the last micro-batch's loss in the window with the one that it has in the window's first state.
 
-    def after_forward(self) -> None:
-        """Compares them."""
-        self._written |= dict.fromkeys(self._changed(self._before))
-        self._looked = True
-        self.forget()
-
-    def forget(self) -> None:
-        """Leaves the modules alone, also where a forward has failed."""
-        self._before = []
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _watch(self, name: str, module: nn.Module) -> None:
-        """Compares what a module has gathered for its forward, before that is let go."""
-        running: list[list[tuple[str, nn.Parameter, tuple[int, int], list[float]]]] = []
-        prefix = f"{name}." if name else ""
-
-        def begins(*_: Any) -> None:
-            held = ((prefix + key, p) for key, p in module.named_parameters() if not is_sharded(p))
-            running.append(list(self._noted(held)))
-
-        def ends(*_: Any) -> None:
-            if running:
-                self._written |= dict.fromkeys(self._changed(running.pop()))
-
-        # After the hook that gathers, and before the one that lets go.
-        self._hooks += [module.register_forward_pre_hook(begins), module.register_forward_hook(ends, prepend=True)]
-
-    def _noted(
-        self, parameters: Iterator[tuple[str, nn.Parameter]]
-    ) -> Iterator[tuple[str, nn.Parameter, tuple[int, int], list[float]]]:
-        for name, parameter in parameters:
-            values = [] if self._looked else _values(parameter)
-            yield name, parameter, (parameter._version, parameter.data_ptr()), values
-
-    def _changed(self, before: Sequence[tuple[str, nn.Parameter, tuple[int, int], list[float]]]) -> Iterator[str]:
-        gathers = self._engine.facts.forward_communicates  # and lets go, so that the same weights lie elsewhere
-        for name, parameter, (version, address), numbers in before:
-            moved = parameter._version != version or (parameter.data_ptr() != address and not gathers)
-            if moved or (numbers and (_values(parameter) or numbers) != numbers):
-                yield name
-
-    def _written_in_words(self) -> str:
-        """A collective."""
-        names = self._world.all_gather_names(list(self._written))
-        if not names or not self._several:
-            return ""
-        parameters = dict(self._engine.unwrapped_model.named_parameters())
-        what = f"the forward writes {shorten(names, NAMED)}"
-        if frozen := [name for name in names if not parameters[name].requires_grad]:
-            return (
-                f"the forward writes {shorten(frozen, NAMED)}, which moves once for each micro-batch: a step's "
-                "gradient then depends on their number. Move it once a step, after it (a teacher's average in a hook's "
-                "after_step, or ema in the trainer)"
+        Args:
+            names: of the buffers and attributes that the window's forwards have changed.
+            losses: both.
+        """
+        there, alone = losses
+        if not abs(there - alone) <= _SAME * max(abs(there), abs(alone)):
+            self._moved = (
+                f"a micro-batch has the loss {there:.6g} after others, and {alone:.6g} before them: it depends on what "
+                f"their forwards leave in {shorten(names, NAMED)}, so that the gradient depends on the number of "
+                "micro-batches. Where that is a teacher, a queue or a temperature, move it once a step, after it"
             )
-        facts = self._engine.facts
-        if facts.steps_parts or facts.forward_communicates or facts.rounds_weights:
-            return (
-                f"{what}, and this engine steps other memory than forwards read, so that the change is lost or differs "
-                "by rank. Do it in the model's parametrization (torch.nn.utils.parametrize), after the step, or on "
-                "engine=ddp in fp32"
-            )
-        if self._world.size == 1:
-            return ""
-        own = {name: _values(parameters[name]) for name in names}
-        everyone = self._world.all_gather_object(own)
-        differ = self._world.all_gather_names([n for n in names if any(each[n] != own[n] for each in everyone)])
-        if not differ:
-            return ""
-        return (
-            f"the forward writes {shorten(differ, NAMED)}, and ranks hold other values after it, by what their samples "
-            "are. Do it after the step, on all ranks alike, or in the model's parametrization"
-        )
 
     # --- hooks of parameters are linear
 
@@ -232,19 +159,29 @@ class Relations:
         Raises:
             VerificationError: a relation does not hold; on all ranks.
         """
-        problem = self._written_in_words() or self._hooks_in_words(held, unit)
-        size = self._size_in_words()
+        self._refuse("weights", self.weights.in_words(several=self._several))
+        self._refuse("hooks", self._hooks_in_words(held, unit))
+        size, moved = self._size_in_words(), self._world.all_gather_names([self._moved] if self._moved else [])
         if size and self._engine.loss_scale is not None:
-            problem = problem or f"{size}, and fp16's loss scale changes what it does. Use precision=bf16"
-        if problem:
-            raise VerificationError(f"{problem}. No step was made. {CLOSING}")
-        if size and self._world.is_main:
+            self._refuse("size", f"{size}, and fp16's loss scale changes what it does. Use precision=bf16")
+        elif size:
             where = "exact where it treats each sample by itself, and depends on the micro-batch size elsewhere"
-            _log.warning("%s. That is %s: acc.verify(window, loss) tells", size, where)
+            self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
+        if moved:
+            self._tell("state", moved[0])
+
+    def _refuse(self, relation: str, problem: str) -> None:
+        """Ends the window, unless that is allowed; every rank gives the same."""
+        if problem and relation not in self._allow:
+            raise VerificationError(f"{problem}. No step was made. {closing(relation)}")
+
+    def _tell(self, relation: str, problem: str) -> None:
+        if self._world.is_main and relation not in self._allow:
+            _log.warning("%s", problem)
 
 
-def _counts_in_words(window: Window, count: Count) -> tuple[str, bool]:
-    """What does not add up, and whether it may be meant: a term of each micro-batch, as one that balances experts."""
+def _counts_in_words(window: Window, count: Count) -> str:
+    """What does not add up; of a named term that counts each micro-batch as one, as balanced experts have, nothing."""
     left, odd, known = _SAMPLES, dict[str, str](), dict[str, set[float]]()
     for i, (micro, ids) in enumerate(zip(window.micro_batches, window.ids(), strict=False)):
         rows = rows_of(micro.batch, len(ids))
@@ -260,21 +197,9 @@ def _counts_in_words(window: Window, count: Count) -> tuple[str, bool]:
                 odd.setdefault(name, f"the samples of micro-batch {i} count {counted}")
     found = [name for name in odd if len(known[name]) > 1] or [name for name in odd if name == SINGLE]
     if not found:
-        return "", True
+        return ""
     of = "" if found[0] == SINGLE else f", for {found[0]!r}"
-    text = (
+    return (
         f"{odd[found[0]]}{of}: the loss would be divided by another count at another micro-batch size. Return the "
-        "plain sum from count=, and no max(1, n): a micro-batch may count 0."
+        "plain sum from count=, and no max(1, n): a micro-batch may count 0"
     )
-    return text, len(known[found[0]]) == 1
-
-
-def _values(parameter: Tensor) -> list[float]:
-    """Two numbers that tell a tensor's values from others; none of what is not here. Reads the device."""
-    if not parameter.numel():
-        return []
-    with suppress(RuntimeError, NotImplementedError):  # of quantised weights, or ones without memory
-        numbers = parameter.detach()
-        norm = torch.linalg.vector_norm(numbers, dtype=torch.float64)
-        return torch.stack((numbers.sum(dtype=torch.float64), norm)).tolist()
-    return []

@@ -495,6 +495,7 @@ def build_accumulator(components: TrainingComponents, world: World, *, verify: s
         nonfinite=config.trainer.nonfinite,
         max_skips=config.trainer.max_skips,
         verify=verify or config.trainer.verify,
+        verify_allow=config.trainer.verify_allow,
         on_divergence=config.trainer.on_divergence,
         on_spike="skip" if config.trainer.on_spike == ROLLBACK else config.trainer.on_spike,
         spike_zscore=config.trainer.spike_zscore,

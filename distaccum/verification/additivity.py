@@ -24,6 +24,7 @@ from distaccum.engines.modules import evaluating
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
+from distaccum.verification.expected import closing
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
@@ -57,7 +58,7 @@ class _Shapes:
         return list(self.both.losses) if self.padded else []
 
 
-def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None) -> None:
+def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None, *, parts: bool = True) -> None:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
     Where micro-batches are padded to fixed shapes, samples are compared without that and with it; in training mode too,
@@ -86,7 +87,7 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
                 raise
             _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
     if batches is not None and not (error or warning or engine.facts.forward_communicates):
-        error = _gradients(engine, loss, batches)
+        error = _gradients(engine, loss, batches) if parts else ""
     errors = world.all_gather_names([error] if error else [])
     if errors:
         raise VerificationError(errors[0])
@@ -233,7 +234,7 @@ def _gradients(engine: Engine, loss: Loss, batches: Sequence[Any]) -> str:
         return ""
     what = f"the losses of two samples add up, and their gradients do not: {found}"
     why = "A hook or a function in the backward looks at the whole micro-batch, or adds a gradient for each"
-    return f"{what}. {why}: write it as a term of the loss, summed over samples"
+    return f"{what}. {why}: write it as a term of the loss, summed over samples. {closing('parts')}"
 
 
 def _has_labels(batch: Any, classes: int) -> bool:

@@ -45,6 +45,15 @@ def piece_of(whole: Tensor, held: Tensor, start: int) -> Tensor:
 
 # The words of a proof: what a wrong factor is made of, and what every message ends with.
 
+
+def closing(relation: str) -> str:
+    """The end of a message: how a program trains that breaks a relation of ``config.checks.RELATIONS`` on purpose."""
+    return (
+        f"See docs/verification.md; trainer.verify_allow=[{relation}], or Accumulator(verify_allow=['{relation}']), "
+        "trains so"
+    )
+
+
 CLOSING = "See docs/verification.md; trainer.verify=never, or Accumulator(verify='never'), trains without this check"
 NAMED = 4  # parameters in a message
 _SHORT = (0.01, 1e4)  # factors that are written out

@@ -74,8 +74,10 @@ class PlainGradient:
         recorded = self._recorded
         self.parts, self.sizes, totals = {}, {}, []
         factor = self._engine.gradient_divide_factor
+        moved = []
         if self._buffers_after is None:
             self._buffers_after = Buffers(self._engine)
+            moved = recorded.moved() if len(recorded.batches) > 1 and recorded.users else []
         with state_restored(self._engine, *recorded.users):
             assert len(recorded.states) == len(recorded.batches)
             if recorded.scale is not None and recorded.batches and not self._totals:  # in fp16, and once
@@ -86,11 +88,14 @@ class PlainGradient:
             recorded.begin_again()
             for i in range(len(recorded.batches)):
                 total = self._forward(i)
-                totals.append(sum(float(part.detach()) for part in as_loss_sums(total).values()))
+                totals.append(_host(total))
                 value = normalize_loss(total, recorded.counts, factor, own_counts=_UNKNOWN)
                 self.own_backwards |= own_backwards(value)
                 self._add(value, parameters, keep=False)
             self._other_memory = not self._buffers_after.hold(within=_SAME_BUFFERS)
+            if moved:
+                recorded.begin_again()
+                recorded.relations.moved(moved, (totals[-1], _host(self._forward(len(totals) - 1))))
         self._totals = totals
 
     def _forward(self, i: int) -> LossSum:
@@ -181,6 +186,10 @@ class PlainGradient:
     def forget(self) -> None:
         """Frees what was computed."""
         self.parts, self._buffers_after = {}, None
+
+
+def _host(total: LossSum) -> float:
+    return sum(float(part.detach()) for part in as_loss_sums(total).values())
 
 
 def own_backwards(value: Tensor) -> set[str]:

@@ -23,9 +23,10 @@ class RecordedWindow:
     Args:
         engine: runs it.
         window: has not begun.
+        allow: relations that it may break.
     """
 
-    def __init__(self, engine: Engine, window: Window) -> None:
+    def __init__(self, engine: Engine, window: Window, allow: Sequence[str] = ()) -> None:
         self.window = window
         self.loss: Loss | None = None
         """What the forwards are run again with; None where they cannot be."""
@@ -46,7 +47,7 @@ class RecordedWindow:
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
-        self.relations = load(RELATIONS)(engine, len(window.micro_batches))
+        self.relations = load(RELATIONS)(engine, len(window.micro_batches), allow)
         """What holds while it runs, whatever it computes."""
         self._engine = engine
 
@@ -78,6 +79,11 @@ class RecordedWindow:
         self.states, self.totals, self.means = [], [], load(MEANS)(window)
         self.batches = [micro.batch for micro in window.micro_batches]
 
+    def moved(self) -> Sequence[str]:
+        """The buffers and plain attributes that are no longer what the window began with; reads the device."""
+        assert self.buffers is not None
+        return sorted({name for _, name in self.buffers.changed()} | set(self.plain.changed()))
+
     def begin_again(self) -> None:
         """Sets buffers and plain attributes to what the window begins with."""
         assert self.buffers is not None
@@ -87,7 +93,7 @@ class RecordedWindow:
 
     def before_forward(self) -> None:
         """Notes the random numbers that a micro-batch's forward begins with, and the weights."""
-        self.relations.before_forward()
+        self.relations.weights.before_forward()
         self.states.append(RNGState.capture(self._engine.device))
 
     def draw_again(self, i: int) -> None:
@@ -98,7 +104,7 @@ class RecordedWindow:
 
     def note(self, total: LossSum, counts: Any = None) -> None:
         """Notes a micro-batch's losses, and its counts where the window does not know them; its forward has ended."""
-        self.relations.after_forward()
+        self.relations.weights.after_forward()
         if not isinstance(self.loss, InOrder):
             self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
@@ -120,5 +126,5 @@ class RecordedWindow:
 
     def forget(self) -> None:
         """Frees what was recorded."""
-        self.relations.forget()
+        self.relations.weights.forget()
         self.states, self.batches, self.loss, self.buffers = [], [], None, None

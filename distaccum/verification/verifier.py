@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -74,6 +74,7 @@ class Verifier(WindowHook):
         clip_norm, clip_value: what the engine was told.
         count: what the loss is divided by is counted so; None where the loop counts afterwards.
         steps: the updates that the run has counted so far.
+        allow: relations that a window may break, of ``config.checks.RELATIONS``.
     """
 
     def __init__(
@@ -85,9 +86,10 @@ class Verifier(WindowHook):
         clip_value: float | None,
         count: Count | None = None,
         steps: Callable[[], int] = lambda: 0,
+        allow: Sequence[str] = (),
     ) -> None:
         self._engine, self._world, self._when, self._count = engine, engine.world, when, count
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._clip_norm, self._clip_value, self._allow = clip_norm, clip_value, allow
         self._steps, self._skipped = steps, SkippedWindows(engine, steps)
         self._loss_checked = self._warned = False
         self.summary = ""
@@ -127,7 +129,8 @@ class Verifier(WindowHook):
         """The proof of a window that has not begun."""
         from distaccum.verification.proof import GradientProof  # noqa: PLC0415  for the windows that are verified
 
-        return GradientProof(self._engine, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
+        clips: Any = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
+        return GradientProof(self._engine, window, **clips, allow=self._allow)
 
     def prove(self, window: Window, loss: Loss) -> GradientProof:
         """Begins a proof of a window that has not begun, by running it again with ``loss``; a collective."""
@@ -152,7 +155,7 @@ class Verifier(WindowHook):
             from distaccum.verification.additivity import check_loss  # noqa: PLC0415  as above
 
             self._loss_checked = True
-            check_loss(self._engine, window, loss, self._count)
+            check_loss(self._engine, window, loss, self._count, parts="parts" not in self._allow)
 
     def before_step(self, divisor: float = 1.0) -> None:
         """Compares what the engine is about to step on; a collective where a proof is open.

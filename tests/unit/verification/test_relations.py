@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
         self.teacher = nn.Linear(6, 1).requires_grad_(False)
         self.calls, self.seen, self.graph = 0, list[int](), torch.eye(2).to_sparse()
+        self.register_buffer("center", torch.zeros(8))
         self.does = does
         if hook is not None:
             self.a.weight.register_hook(hook)
@@ -84,6 +86,13 @@ def counts(net: Net, x: Tensor) -> Tensor:
     net.calls += net.training
     net.seen.append(len(x))
     return torch.tanh(net.a(x)) * (1 + 0.1 * len(net.seen))
+
+
+def centered(net: Net, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x)) - net.center
+    with torch.no_grad():
+        net.center.lerp_(net.a(x).mean(0), 0.1)
+    return hidden
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
@@ -196,6 +205,22 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
     assert torch.equal(weight, same)
 
 
+@pytest.mark.parametrize("micro", [2, WINDOW])
+def test_what_forwards_leave_to_the_next_is_told(gloo_world: World, caplog: pytest.LogCaptureFixture, micro: int) -> None:
+    loss = Squares()
+    with caplog.at_level(logging.WARNING, "distaccum"):
+        sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": micro, "count": loss.count, "world": gloo_world}
+        acc = Accumulator(model := Net(centered), torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
+        acc.step(next(acc.windows(DataSpec(train=samples(), shuffle=False))), loss)
+    assert ("depends on what their forwards leave in center" in caplog.text) == (micro < WINDOW)
+
+
+def test_a_relation_that_is_broken_on_purpose_is_left_out(gloo_world: World) -> None:
+    assert train(gloo_world, Net(follows), truth(Net()), whole=False, verify_allow=["weights"]) > EXACT
+    with pytest.raises(DistaccumError, match=r"verify_allow=\['teacher'\]: no list of relations. Use some of \[counts"):
+        train(gloo_world, Net(), {}, whole=False, verify_allow=["teacher"])
+
+
 def test_an_autocast_in_the_loss_is_no_gradient_that_does_not_add_up(gloo_world: World) -> None:
     class InBf16(Squares):
         def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -227,5 +252,7 @@ def test_counts_add_up_or_are_told(gloo_world: World) -> None:
         next(acc.windows(DataSpec(train=samples(), shuffle=False)))
 
     run(lambda batch: int((batch[0] > 0.5).sum()))
+    with pytest.raises(VerificationError, match=r"count 4 alone and 2 together"):
+        run(lambda batch: 2)
     with pytest.raises(VerificationError, match=r"count \d+ alone and \d+ together.*no max\(1, n\)"):
         run(lambda batch: max(2, int((batch[0] > 0.5).sum())))
