@@ -98,8 +98,8 @@ class Accumulator:
         prefetch_windows: windows that the loading processes of a ``DataLoader`` have ahead; 0: as torch has it.
         verify: which windows prove their gradient before their step: the ``first`` of this process, that and one
             every so many, or ``never``; see docs/verification.md.
-        verify_allow: relations that the program breaks on purpose: some of ``counts``, ``parts``, ``weights``,
-            ``state``, ``hooks``, ``size``.
+        verify_allow: relations that the program breaks on purpose: some of ``counts``, ``parts``, ``samples``,
+            ``weights``, ``state``, ``hooks``, ``size``.
         on_divergence: what ranks whose weights differ do: ``stop`` the run or ``warn``.
         numerics: ``fast``, or ``reproducible``: the same numbers bit for bit on any number of ranks, with deterministic
             kernels and as many threads; see docs/reproducible.md.

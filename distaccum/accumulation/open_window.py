@@ -150,7 +150,7 @@ class OpenWindow:
         self._autocast = self._engine.autocast()
         self._autocast.__enter__()
         if self.proof is not None:
-            self.proof.records.before_forward()
+            self.proof.records.before_forward(self._current)
         self.phase = Phase.FORWARD
         self._engine.activity.phase = activity.Phase.FORWARD
 

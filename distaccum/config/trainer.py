@@ -158,7 +158,7 @@ class TrainerConfig:
         verify (first | never | int): Steps whose gradient is verified before it is applied: the ``first``, none
             (``never``), or with 1000 the first and every 1000th.
         verify_allow: Relations that the program breaks on purpose, which then are not looked at: some of ``counts``,
-            ``parts``, ``weights``, ``state``, ``hooks``, ``size``.
+            ``parts``, ``samples``, ``weights``, ``state``, ``hooks``, ``size``.
         on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` or ``warn``.
         on_spike (off | warn | skip | rollback): Reaction to an unusually large gradient norm: none (``off``), ``warn``,
             ``skip`` the step, or ``rollback`` to the last checkpoint.

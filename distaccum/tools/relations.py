@@ -20,6 +20,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
 from distaccum.losses.normalize import SINGLE, Count, as_counts
+from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
 from distaccum.verification.additivity import in_16_bits, rows_of
 from distaccum.verification.expected import NAMED, closing, whole_numel, wide
@@ -46,7 +47,7 @@ class Relations:
     def __init__(self, engine: Engine, micro_batches: int, allow: Sequence[str] = ()) -> None:
         self._engine, self._world, self._allow = engine, engine.world, allow
         self._several = micro_batches > 1 or engine.world.size > 1
-        self.weights = WeightsAtRest(engine)
+        self.weights, self.samples = WeightsAtRest(engine), SamplesRun(engine)
         self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
         self._size = ""  # how a backward depends on the size of its gradient
 
@@ -159,6 +160,8 @@ class Relations:
         Raises:
             VerificationError: a relation does not hold; on all ranks.
         """
+        others = self._world.all_gather_names([self.samples.problem] if self.samples.problem else [])
+        self._refuse("samples", others[0] if others else "")
         self._refuse("weights", self.weights.in_words(several=self._several))
         self._refuse("hooks", self._hooks_in_words(held, unit))
         size, moved = self._size_in_words(), self._world.all_gather_names([self._moved] if self._moved else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -74,7 +74,7 @@ class PlainGradient:
         recorded = self._recorded
         self.parts, self.sizes, totals = {}, {}, []
         factor = self._engine.gradient_divide_factor
-        moved = []
+        moved: Sequence[str] = []
         if self._buffers_after is None:
             self._buffers_after = Buffers(self._engine)
             moved = recorded.moved() if len(recorded.batches) > 1 and recorded.users else []

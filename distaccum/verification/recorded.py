@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distaccum.data.window import Window
+from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import RNGState
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers
@@ -91,8 +91,14 @@ class RecordedWindow:
         self.plain.restore()
         torch.clear_autocast_cache()
 
-    def before_forward(self) -> None:
-        """Notes the random numbers that a micro-batch's forward begins with, and the weights."""
+    def before_forward(self, given: MicroBatch | None = None) -> None:
+        """Notes the random numbers that a micro-batch's forward begins with, and the weights.
+
+        Args:
+            given: the micro-batch, where a loop of the user's runs it.
+        """
+        if given is not None:
+            self.relations.samples.begins(given.batch)
         self.relations.weights.before_forward()
         self.states.append(RNGState.capture(self._engine.device))
 
@@ -105,6 +111,7 @@ class RecordedWindow:
     def note(self, total: LossSum, counts: Any = None) -> None:
         """Notes a micro-batch's losses, and its counts where the window does not know them; its forward has ended."""
         self.relations.weights.after_forward()
+        self.relations.samples.ends()
         if not isinstance(self.loss, InOrder):
             self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
@@ -127,4 +134,5 @@ class RecordedWindow:
     def forget(self) -> None:
         """Frees what was recorded."""
         self.relations.weights.forget()
+        self.relations.samples.forget()
         self.states, self.batches, self.loss, self.buffers = [], [], None, None

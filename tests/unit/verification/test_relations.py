@@ -127,11 +127,9 @@ def truth(model: Net) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(
-    world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bool, around: Any = None, **settings: Any
-) -> Any:
+def train(world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bool, **settings: Any) -> Any:
     """The largest error of a weight after a run in a loop of the user's, or with ``acc.step``; or what it is told."""
-    loss = Squares()
+    loss, first, around, again = Squares(), None, settings.pop("around", None), settings.pop("again", False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": loss.count, "world": world}
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes, **settings)
@@ -140,8 +138,9 @@ def train(
             if whole:
                 acc.step(window, loss)
             for micro in () if whole else window:
+                first = first if first and again else micro
                 with acc.accumulate(), around() if around else torch.enable_grad():
-                    acc.backward(loss(acc.model, micro.batch))
+                    acc.backward(loss(acc.model, first.batch))
     except DistaccumError as error:
         weight: Any = model.b.weight
         now = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
@@ -206,13 +205,18 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
 
 
 @pytest.mark.parametrize("micro", [2, WINDOW])
-def test_what_forwards_leave_to_the_next_is_told(gloo_world: World, caplog: pytest.LogCaptureFixture, micro: int) -> None:
+def test_what_forwards_leave_to_the_next_is_told(gloo_world: World, caplog: Any, micro: int) -> None:
     loss = Squares()
     with caplog.at_level(logging.WARNING, "distaccum"):
         sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": micro, "count": loss.count, "world": gloo_world}
         acc = Accumulator(model := Net(centered), torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
         acc.step(next(acc.windows(DataSpec(train=samples(), shuffle=False))), loss)
     assert ("depends on what their forwards leave in center" in caplog.text) == (micro < WINDOW)
+
+
+def test_a_loop_that_trains_one_micro_batch_again_is_told(gloo_world: World) -> None:
+    said = train(gloo_world, Net(), {}, whole=False, again=True)
+    assert said.startswith("micro-step 1 gives the model the samples of micro-batch 0, and none of its own")
 
 
 def test_a_relation_that_is_broken_on_purpose_is_left_out(gloo_world: World) -> None:
