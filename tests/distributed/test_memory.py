@@ -63,8 +63,7 @@ def test_memory_that_is_over_names_the_micro_batch_and_the_remedy(
     says="rank 1: ResourceError: out of memory in loading data of window 7 (step 6): ... Lower batch.micro_size ...",
 )
 def test_memory_that_is_over_in_a_dataset(tmp_path: Path, says: Callable[[str], None]) -> None:
-    finished = _fail(tmp_path, "model=cnn", "+data.how=memory")
-    says(finished.stderr)
+    says(_fail(tmp_path, "model=cnn", "+data.how=memory").stderr)
     says(status(tmp_path)["reason"])
 
 
@@ -77,8 +76,7 @@ def test_memory_that_is_over_in_a_dataset(tmp_path: Path, says: Callable[[str], 
 )
 @pytest.mark.parametrize("at", [7, *(pytest.param(at, marks=pytest.mark.heavy) for at in (3, 20))])
 def test_a_loading_process_that_is_killed(tmp_path: Path, at: int, says: Callable[[str], None]) -> None:
-    finished = _fail(tmp_path, "model=cnn", "+data.how=9", f"+data.at={at}", "trainer.num_workers=1")
-    says(finished.stderr)
+    says(_fail(tmp_path, "model=cnn", "+data.how=9", f"+data.at={at}", "trainer.num_workers=1").stderr)
     says(status(tmp_path)["reason"])
 
 
@@ -90,8 +88,7 @@ def test_a_loading_process_that_is_killed(tmp_path: Path, at: int, says: Callabl
     "has ... MiB free: give it more (docker run --shm-size=8g, or ...), or lower num_workers",
 )
 def test_a_loading_process_whose_shared_memory_is_over(tmp_path: Path, says: Callable[[str], None]) -> None:
-    finished = _fail(tmp_path, "model=cnn", "+data.how=7", "trainer.num_workers=1")
-    says(finished.stderr)
+    says(_fail(tmp_path, "model=cnn", "+data.how=7", "trainer.num_workers=1").stderr)
     says(status(tmp_path)["reason"])
 
 

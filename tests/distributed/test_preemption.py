@@ -18,7 +18,7 @@ from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.support import wide
 from tests.support.commands import (
     ROOT,
-    TINY,
+    SIXTY,
     TRAIN,
     command,
     environment,
@@ -30,18 +30,7 @@ from tests.support.commands import (
     until,
 )
 
-SETTINGS = (
-    *TINY,
-    "model.dropout=0.1",
-    "batch.global_size=10",
-    "batch.micro_size=2",
-    "trainer.max_steps=60",
-    "metrics=jsonl",
-    "trainer.log_every=1",
-    "trainer.eval_every=20",
-    "checkpoint.every=25",
-    "resume=auto",
-)
+SETTINGS = (*SIXTY, "checkpoint.every=25")
 ENDLESS = (*SETTINGS, "trainer.max_steps=100000", "trainer.eval_every=0")
 EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "tokens", "eval_loss")
 GONE_S = 45  # torchrun gives its workers 30

@@ -12,20 +12,9 @@ from safetensors.torch import load_file
 
 from tests.distributed.workers import resumes
 from tests.support import wide
-from tests.support.commands import ROOT, TINY, kill_when, metrics, run, status, succeed
+from tests.support.commands import ROOT, SIXTY, TINY, kill_when, metrics, run, status, succeed
 
-SETTINGS = (
-    *TINY,
-    "model.dropout=0.1",
-    "batch.global_size=10",
-    "batch.micro_size=2",
-    "trainer.max_steps=60",
-    "metrics=jsonl",
-    "trainer.log_every=1",
-    "trainer.eval_every=20",
-    "checkpoint.every=7",
-    "resume=auto",
-)
+SETTINGS = (*SIXTY, "checkpoint.every=7")
 ALL_AT_ONCE = [
     "checkpoint.background=true",
     "compile=blocks",

@@ -25,6 +25,17 @@ TINY = (  # a model and a text so small that a window takes milliseconds
     "model.n_embd=16",
     "schedule.warmup_steps=2",
 )
+SIXTY = (  # steps of a run that is ended and continued
+    *TINY,
+    "model.dropout=0.1",
+    "batch.global_size=10",
+    "batch.micro_size=2",
+    "trainer.max_steps=60",
+    "metrics=jsonl",
+    "trainer.log_every=1",
+    "trainer.eval_every=20",
+    "resume=auto",
+)
 NO_TEXT = ("~data.seq_len", "~data.held_out", "~data.vocab_size")  # for data that have no such settings
 IMAGES = ("model=cnn", *NO_TEXT, "data._target_=tests.support.deaths.Images")
 GOES_WRONG = (  # data that fail at a sample, or wait, as data.how says
