@@ -206,7 +206,7 @@ class Engine(ABC):
         self.activity = world.activity
         self._policy = policy
         self._scaler = scaler
-        self._window_open = self._closed = False
+        self._window_open = self._closed = self._watches_hooks = False
         self._undo = ExitStack()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rated = [group for group in groups if "initial_lr" not in group]
@@ -245,10 +245,19 @@ class Engine(ABC):
             raise MisuseError("a window after close(): make a new engine (Accumulator)")
         if not self._window_open:
             self._drop_stray_gradients()
+            self._watch_hooks()
             torch.clear_autocast_cache()  # others may have moved weights
             self._window_open = True
             if self.compiled is not None:
                 self.compiled.window_began()
+
+    def _watch_hooks(self) -> None:
+        """Before the first window: those of the user's, also on shards that took the places of parameters."""
+        if not self._watches_hooks:
+            from distaccum.program import HOOKS, load  # noqa: PLC0415  an evaluation needs none of it
+
+            self._watches_hooks = True
+            self.on_close(load(HOOKS)(self._model))
 
     def _meet_others(self) -> None:
         """Before a forward that is in no micro-step."""

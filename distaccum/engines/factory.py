@@ -288,9 +288,12 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     Raises:
         ConfigError: the model, the hardware or the engine cannot do what is asked for.
     """
+    from distaccum.program import STEPPED, load  # noqa: PLC0415  where an engine is made
+
     check_wrappers(model)
     check_parameters(model)
     check_dtypes(model)
+    load(STEPPED)(model)
     _check_variables(model, context)
     check_globs(model, context.policy)
     check_compiled(model, context.policy)

@@ -188,7 +188,8 @@ class Reduction:
                 if in_fp32 and not (left_out or GRAD_DTYPE):  # else it would get its parameter's type
                     set_gradient(parameter, torch.zeros_like(parameter, dtype=torch.float32))
             reached = self._parameters[left_out:] or self._parameters
-            self.backward(_constant(reached, 0.0))
+            with _hooks_aside(self._parameters):
+                self.backward(_constant(reached, 0.0))
             unreached = self.unreached()
             complete = self._finds_unused or len(reached) == len(self._parameters)
             if unreached != ([] if complete else [0]):

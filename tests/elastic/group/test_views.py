@@ -58,21 +58,12 @@ def test_it_waits_until_all_have_reported_or_are_gone() -> None:
     assert _propose(_reports(a=4, b=2, c=4)) == ("a", "b", "c")
 
 
-def test_who_is_silent_for_too_long_is_left_out() -> None:
+def test_who_is_in_the_next_view_and_in_which_order() -> None:
     assert _propose(_reports(b=4), expels=True) == ("b",)
     assert _propose(_reports(b=4), expels=True, least=2) is None
-
-
-def test_who_has_reported_and_is_gone_is_left_out() -> None:
     assert _propose(_reports(a=4, b=4, c=4), gone={"a"}) == ("b", "c")
-
-
-def test_candidates_come_last_in_the_order_they_came() -> None:
     assert _propose(_reports(a=4, b=4, c=4), ("e", "d", "e", "a")) == ("a", "b", "c", "e", "d")
     assert _propose(_reports(a=4), ("e", "d"), {"b", "c", "e"}, least=2) == ("a", "d")
-
-
-def test_nothing_goes_on_without_a_state() -> None:
     assert _propose({}, ("d",), {"a", "b", "c"}) is None
     assert _propose(_reports(a=NEWCOMER), ("d",), {"b", "c"}) is None
 
@@ -170,15 +161,9 @@ def test_all_states_of_a_larger_run_hold(bounds: Bounds) -> None:
     _search(bounds, circles=False)
 
 
-def test_without_faults_every_run_is_done() -> None:
+def test_a_run_ends_as_long_as_enough_members_live() -> None:
     assert set(_search(Bounds(members=3, deaths=0)).lasts) == {"done"}
-
-
-def test_a_run_ends_as_long_as_one_member_lives() -> None:
     assert set(_search(Bounds(members=3, deaths=2)).lasts) == {"done"}
-
-
-def test_too_few_go_on_with_nothing() -> None:
     assert set(_search(Bounds(members=2, deaths=1, least=2)).lasts) == {"done", "too few"}
 
 

@@ -99,15 +99,12 @@ def test_what_containers_hold_beside_tensors_is_kept() -> None:
     assert to_device([zone], META) == [zone]
 
 
-def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host_and_objects_move_themselves() -> None:
     moved = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
     assert isinstance(moved, PackedSequence)
     assert moved.data.is_meta
     assert moved.batch_sizes.tolist() == [2, 2, 1]
     assert not moved.batch_sizes.is_meta
-
-
-def test_objects_move_themselves() -> None:
     assert to_device({"graph": Moves()}, META)["graph"].x.is_meta
 
 
@@ -153,16 +150,13 @@ def test_tuples_are_padded_by_position() -> None:
     assert label.tolist() == [0, 1]
 
 
-def test_types_are_those_of_what_is_there() -> None:
+def test_types_are_those_of_what_is_there_also_in_workers() -> None:
     ids, values = PadCollator((0, 0))([([], [1, 2]), ([3], [0.5])])
     assert ids.tolist() == [[0], [3]]
     assert ids.dtype is torch.int64
     assert values.tolist() == [[1, 2], [0.5, 0]]
     half = PadCollator((0,))([(torch.ones(2, dtype=torch.bfloat16),), (torch.ones(1, dtype=torch.bfloat16),)])
     assert half[0].dtype is torch.bfloat16
-
-
-def test_it_goes_to_workers() -> None:
     pad = pickle.loads(pickle.dumps(PadCollator({"x": 9})))  # noqa: S301  written a moment ago
     assert pad([{"x": [1]}, {"x": [1, 2]}])["x"].tolist() == [[1, 9], [1, 2]]
 

@@ -344,12 +344,9 @@ def test_parts_end_to_end_are_the_whole_in_the_same_containers(batch: Any) -> No
         assert [len(part[0]) for part in parts] == [1, 2, 1]
 
 
-def test_what_is_of_no_sample_is_in_every_part() -> None:
+def test_what_is_of_no_sample_is_in_every_part_and_two_fields_are_no_samples() -> None:
     part = cut({"x": X, "task": "mlm", "train": True, "mask": None}, 1, 3, ROWS)
     assert (part["task"], part["train"], part["mask"], len(part["x"])) == ("mlm", True, None, 2)
-
-
-def test_two_fields_of_two_samples_are_fields() -> None:
     inputs, labels = cut([X[:2], Y[:2]], 0, 1, 2)
     assert (inputs.shape, labels.shape) == ((1, 3), (1,))
 

@@ -28,13 +28,12 @@ from tests.support.threads import run_ranks
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
-def test_torchruns_variables_are_read() -> None:
+def test_torchruns_variables_are_read_and_without_them_it_is_a_world_of_one() -> None:
     ranks = LaunchEnvironment.from_environment(TORCHRUN)
     assert (ranks.rank, ranks.size, ranks.local_rank, ranks.launched) == (3, 4, 1, True)
-
-
-def test_without_a_launcher_it_is_a_world_of_one() -> None:
     assert LaunchEnvironment.from_environment({"MASTER_PORT": "1"}) == LaunchEnvironment()
+    with pytest.raises(ConfigError, match="RANK=x: not a number"):
+        LaunchEnvironment.from_environment(TORCHRUN | {"RANK": "x"})
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -51,11 +50,6 @@ def test_tasks_that_are_no_ranks_are_refused(name: str) -> None:
     assert LaunchEnvironment.from_environment(TORCHRUN | {name: "2"}).size == 4
     with single_process_world():  # a program that makes ranks of its tasks itself
         assert LaunchEnvironment.from_environment({name: "2"}) == LaunchEnvironment()
-
-
-def test_a_rank_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="RANK=x: not a number"):
-        LaunchEnvironment.from_environment(TORCHRUN | {"RANK": "x"})
 
 
 def test_collectives_of_one(gloo_world: World) -> None:

@@ -572,6 +572,10 @@ def test_what_cannot_be_trained_is_refused(gloo_world: World) -> None:
     table = nn.Embedding(3, 2, sparse=True)
     with pytest.raises(ConfigError, match="SparseAdam: it takes sparse gradients only"):
         create_engine(table, torch.optim.SparseAdam(table.parameters()), gloo_world)
+    del model.scale
+    model.weight._in_backward_optimizers = [torch.optim.SGD([model.weight])]  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"_apply_optimizer_in_backward steps weight in the backward, where"):
+        create_engine(model, torch.optim.SGD(model.parameters(), lr=0.1), gloo_world)
 
 
 class Odd(nn.Module):
@@ -651,12 +655,17 @@ def test_copies_of_an_owned_model_and_optimizer_are_the_users_own(gloo_world: Wo
         optimizer.step()
 
 
+def _looks(_: Tensor) -> None:
+    """As some log the gradients."""
+
+
 @pytest.mark.parametrize("config", [*ENGINES, pytest.param(partial(DDPConfig, find_unused_parameters=True), id="find")])
 def test_a_closed_engine_gives_everything_back(config: Callable[[], EngineConfig]) -> None:
     """A plain loop then goes on exactly, optimizer state included, and another accumulator can take over."""
 
     def program(world: World) -> Weights:
         model = Plain()
+        model.head.weight.register_post_accumulate_grad_hook(_looks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
         sizes: dict[str, Any] = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "count": len}
         names = set(vars(model)), set(vars(optimizer))
@@ -664,7 +673,8 @@ def test_a_closed_engine_gives_everything_back(config: Callable[[], EngineConfig
         _train(acc, list(DATA))
         acc.engine.close()
         assert (set(vars(model)), set(vars(optimizer))) == names
-        assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+        assert all(p.grad is None for p in model.parameters())
+        assert [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {}).values()] == [_looks]
         with pytest.raises(MisuseError, match="a window after close"):
             acc.engine.begin_window(1)
         for numbers in ORDER:

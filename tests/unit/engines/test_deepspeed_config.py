@@ -99,8 +99,9 @@ def test_a_batch_that_is_not_known_in_samples() -> None:
     assert made["train_micro_batch_size_per_gpu"] == made["gradient_accumulation_steps"] == 1
 
 
-def test_no_clipping_is_said_for_the_default_is_1() -> None:
+def test_no_clipping_is_said_for_the_default_is_1_and_without_casting_nothing_is_excepted() -> None:
     assert _generate(clip_norm=None)["gradient_clipping"] == 0.0
+    assert _generate(precision=PrecisionConfig(keep_fp32=["norm"])) == _generate()
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
@@ -142,10 +143,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"precision": replace(FP16, scaler=ScalerConfig(backoff_factor=0.25))}, "precision.scaler.backoff_factor=0.25: "),
     ({"precision": replace(FP16, scaler=ScalerConfig(min_scale=0.5))}, "precision.scaler.min_scale=0.5: DeepSpeed"),
 ]
-
-
-def test_without_casting_there_is_nothing_to_except() -> None:
-    assert _generate(precision=PrecisionConfig(keep_fp32=["norm"])) == _generate()
 
 
 @pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)
@@ -472,12 +469,9 @@ def test_settings_of_a_format_that_auto_leaves_off_are_not_kept() -> None:
     assert bf16["engine"]["json"] is None
 
 
-def test_a_world_of_no_ranks_is_refused() -> None:
+def test_an_empty_file_is_deepspeeds_defaults() -> None:
     with pytest.raises(ConfigError, match="world_size=0: must be at least 1"):
         from_deepspeed_json({}, world_size=0)
-
-
-def test_an_empty_file_is_deepspeeds_defaults() -> None:
     config = from_deepspeed_json({}, world_size=RANKS)
     assert "batch" not in config
     assert config["optim"] == {"clip_norm": 1.0}

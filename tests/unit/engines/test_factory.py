@@ -139,11 +139,8 @@ def _adam(**options: Any) -> tuple[Optimizer, GroupSettings]:
     return optimizer, GroupSettings([optimizer])
 
 
-def test_nothing_is_state_before_it_changes() -> None:
-    assert _adam()[1].changed() == {}
-
-
 def test_what_changed_is_restored_and_the_rest_is_the_programs() -> None:
+    assert _adam()[1].changed() == {}
     optimizer, settings = _adam(weight_decay=0.0)
     first, second = optimizer.param_groups
     first.update(lr=0.05, betas=(0.5, 0.75), k=3, fused=True, seen=torch.tensor([1, 2]))
@@ -172,9 +169,6 @@ def test_rates_of_a_schedule_are_no_state() -> None:
     assert settings.changed() == {}
     settings.restore({"groups.0.0.lr": 0.7})
     assert optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_a_group_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="'k' was saved of group 2 of optimizer 0, and there is no such group"):
         _adam()[1].restore({"groups.0.2.k": 1})
 

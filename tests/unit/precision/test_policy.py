@@ -42,11 +42,6 @@ def test_weights_are_bf16_where_they_have_masters() -> None:
         _policy(name="bf16-weights", only=["block"])
 
 
-def test_another_name_is_the_same_policy() -> None:
-    assert _policy(name="16-mixed") == _policy(name="fp16")
-    assert _policy(name="bfloat16") == _policy(name="bf16") != _policy(name="fp16")
-
-
 def test_what_is_set_beside_the_name_arrives_and_cannot_change() -> None:
     globs = ["head"]
     policy = _policy(name="bf16", reduce_dtype="fp16", keep_fp32=globs, only=["blocks.*"])

@@ -34,7 +34,9 @@ class Aux(torch.autograd.Function):
 class Net(nn.Module):
     """Two layers, with ``does`` what a case is of."""
 
-    def __init__(self, does: Callable[[Net, Tensor], Tensor] | None = None, hook: Any = None) -> None:
+    def __init__(
+        self, does: Callable[[Net, Tensor], Tensor] | None = None, hook: Any = None, after: Any = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 1)
@@ -44,6 +46,8 @@ class Net(nn.Module):
         self.does = does
         if hook is not None:
             self.a.weight.register_hook(hook)
+        for p in (self.a.weight, self.b.weight) if after is not None else ():
+            p.register_post_accumulate_grad_hook(after)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.a(x)) if self.does is None else self.does(self, x)
@@ -95,6 +99,27 @@ def centered(net: Net, x: Tensor) -> Tensor:
     return hidden
 
 
+def steps(p: Any) -> None:
+    p.data.sub_(0.05 * p.grad)
+
+
+def masks(p: Any) -> None:
+    p.grad.mul_(torch.arange(p.shape[1]) % 2)
+
+
+def drops(p: Any) -> None:
+    p.grad = None
+
+
+def steps_when_warm() -> Callable[[Any], None]:
+    calls = iter(range(100))
+
+    def after(p: Any) -> None:
+        p.detach().sub_(0.05 * (next(calls) > 5) * p.grad)
+
+    return after
+
+
 def squares(model: nn.Module, batch: Batch) -> Tensor:
     found: Tensor = (model(batch[0]) - batch[1]).square().sum()
     return found
@@ -132,7 +157,7 @@ def train(world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bo
     loss, first, around, again = Squares(), None, settings.pop("around", None), settings.pop("again", False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": loss.count, "world": world}
-    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes, **settings)
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes | settings)
     try:
         for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
             if whole:
@@ -169,6 +194,18 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a hook that decays": (lambda: Net(hook=lambda g: g + 0.1), False, 2, {"engine": "zero1"}, LINEAR),
     "a hook on shards": (lambda: Net(hook=lambda g: g / (1 + g.abs())), True, 2, {"engine": "fsdp2"}, LINEAR),
     "a hook that looks": (lambda: Net(hook=lambda g: None), False, 2, {}, ""),
+    "a hook that masks": (lambda: Net(after=masks), False, 2, {"verify": "never"}, ""),
+    "a hook that steps": (lambda: Net(after=steps), False, 1, {"verify": "never"}, "hook steps b.weight in the"),
+    "a hook that steps on parts": (lambda: Net(after=steps), True, 2, {"engine": "zero1"}, "hook steps b.weight in"),
+    "a hook that steps shards": (lambda: Net(after=steps), True, 2, {"engine": "fsdp2"}, "hook steps "),
+    "a hook that drops": (lambda: Net(after=drops), False, 2, {"verify": "never"}, "hook drops the gradient of b.w"),
+    "a warm-up": (
+        lambda: Net(after=steps_when_warm()),
+        False,
+        2,
+        {"verify": "never", "micro_batch_size": 1},
+        "steps b",
+    ),
     "a teacher that follows": (lambda: Net(follows), False, 1, {}, "writes teacher.weight, which moves once for each"),
     "unit rows": (lambda: Net(unit_rows), False, 2, {}, ""),
     "unit rows, on parts": (lambda: Net(unit_rows), False, 2, {"engine": "zero1"}, "writes a.weight, and this engine"),
