@@ -57,7 +57,7 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "abandoned beside an empty rank": "one of them has none",
         "whole weights in the loss": "itself, which is sharded",
         "local weights in the loss": "itself, which is sharded",
-        "a plain penalty": "the loss reads a parameter itself, which is sharded",
+        "a plain penalty": "itself, which is sharded",
         "a penalty before the forward": "a gradient came after its reduction",
         "an inner step": "autograd.grad by a tensor that is in no forward",
         "vmap": "the model was called in a transform of torch.func",

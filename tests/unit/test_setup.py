@@ -144,11 +144,8 @@ TEXT = DOCUMENT.read_text()
 ROWS = rows_of(TEXT)
 
 
-def test_the_script_would_write_the_table_as_it_stands() -> None:
+def test_the_script_would_write_the_table_as_it_stands_and_every_cell_is_exact_or_refused() -> None:
     assert written(TEXT, ROWS) == TEXT
-
-
-def test_every_cell_is_exact_or_refused() -> None:
     assert {cell for cells in ROWS.values() for cell in cells} <= {"exact", "refused"}
 
 

@@ -123,6 +123,7 @@ class FSDP2Engine(Engine):
             in_micro_step=lambda: self._in_micro_step,
             in_backward=lambda: inputs.differentiates,
             note=self._note_fault,
+            error=self._of_shard,
         )
         self._sharded.guard_apply()
         self.probe = FSDP2Probe(
@@ -339,8 +340,10 @@ class FSDP2Engine(Engine):
         self._uneven_inputs.begin_micro_step()
         self._units.reduce(sync=False)
         self._sync, self._in_micro_step = sync, True
+        plain = lambda: self.compiled is None and not internals.is_compiled(self._model)  # noqa: E731
         try:
-            yield
+            with self._reads.watching(where=plain):
+                yield
         except Exception as error:
             meant = self._meant(error)
             self._uneven_inputs.fail(meant)
@@ -351,11 +354,14 @@ class FSDP2Engine(Engine):
             self._in_micro_step = False
         self._uneven_inputs.end_micro_step()
 
+    def _of_shard(self, name: str = "") -> MisuseError:
+        return reads_shards(name) if self._uneven_inputs.called else _forward_past_model()
+
     def _meant(self, error: Exception) -> Exception:
         """One of distaccum's in place of torch's own, where that says nothing of shards."""
         text = "" if isinstance(error, MisuseError) else str(error)
         if "DTensor" in text:  # of a shard in a plain forward, or next to an output
-            return reads_shards() if self._uneven_inputs.called else _forward_past_model()
+            return self._of_shard()
         if "to not have been used in the graph" in text:
             problem = "autograd.grad by a tensor that is in no forward, as the parameters of a sharded model"
             return MisuseError(f"{problem} are: use an engine that holds whole parameters (ddp, zero1)")
@@ -440,6 +446,7 @@ class FSDP2Engine(Engine):
             parameter.grad = None
         self._shard_watch.forget()
         self._used.forget()
+        self._reads.window_ended()
         if self._tree is not None:
             self._tree.begin(None)
         self._close_window()

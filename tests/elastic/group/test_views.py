@@ -39,6 +39,7 @@ def _propose(
 
 
 def test_a_view_and_a_report_are_the_same_after_the_store() -> None:
+    assert [VIEW.rank_of(member) for member in "abcd"] == [0, 1, 2, None]
     assert View.from_json(VIEW.to_json()) == VIEW
     report = Report(member="a", position=7, held=((0, 2), (4, 5)), note={"window": {"count": 8}})
     assert Report.from_json(report.to_json().encode()) == report
@@ -46,10 +47,6 @@ def test_a_view_and_a_report_are_the_same_after_the_store() -> None:
         member="a", position=NEWCOMER
     )
     assert {Report(member="a", position=7), Report(member="a", position=7)} == {Report(member="a", position=7)}
-
-
-def test_a_rank_is_a_place_in_the_view() -> None:
-    assert [VIEW.rank_of(member) for member in "abcd"] == [0, 1, 2, None]
 
 
 def test_it_waits_until_all_have_reported_or_are_gone() -> None:

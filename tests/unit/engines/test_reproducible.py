@@ -83,10 +83,6 @@ def test_what_sums_by_the_rank_is_refused_before_there_is_a_group(options: dict[
         prepared(**options)
 
 
-def test_a_norm_without_running_statistics_is_taken() -> None:
-    assert prepared(model_of(nn.BatchNorm1d(4, track_running_stats=False))).numerics.fixed_order
-
-
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_a_kernel_of_one_pass_steps_a_shard_to_other_bits(kind: Any) -> None:
     model, settings = model_of(), FSDP2Config()
@@ -118,7 +114,8 @@ def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
         Reproducible().check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
 
 
-def test_a_unit_is_a_micro_batch() -> None:
+def test_a_unit_is_a_micro_batch_and_a_norm_without_running_statistics_is_taken() -> None:
+    assert prepared(model_of(nn.BatchNorm1d(4, track_running_stats=False))).numerics.fixed_order
     assert BatchConfig(unit_size=4).first_micro_size == 4
     assert BatchConfig(unit_size=4, micro_size="auto").rehearses is False
 

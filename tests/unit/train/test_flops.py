@@ -58,18 +58,12 @@ def _of(*micro_batches: MicroBatch, samples: int = 2, waits: float = 0.0, of_dev
     return Window(epoch=0, samples=samples, counts=counts, micro_batches=[*micro_batches], **given)
 
 
-def test_a_gpts_operations_are_those_of_palms_formula() -> None:
+def test_a_gpts_operations_are_those_of_palms_formula_in_chunks_and_of_several_lengths_too() -> None:
     flops = ModelFlops(_gpt(), CrossEntropy(), CPU).of_sample(_window(LENGTH))
     assert flops == _by_hand(LENGTH)
     weights = sum(p.numel() for p in _gpt().parameters() if p.ndim > 1)
     assert flops == LENGTH * (6 * weights + 12 * LAYERS * WIDTH * LENGTH)
-
-
-def test_a_loss_in_chunks_has_those_of_whole_logits() -> None:
     assert ModelFlops(_gpt(), CrossEntropy(chunk=3), CPU).of_sample(_window(LENGTH)) == _by_hand(LENGTH)
-
-
-def test_of_samples_of_several_lengths_it_is_the_mean() -> None:
     flops = ModelFlops(_gpt(), CrossEntropy(), CPU).of_sample(_window(LENGTH, 4, 4))
     assert flops == pytest.approx((_by_hand(LENGTH) + 2 * _by_hand(4)) / 3, rel=1e-12)
 

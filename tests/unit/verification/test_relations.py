@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distaccum import Accumulator, DataSpec, DistaccumError, World
+from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World
 from distaccum.errors import VerificationError
 from tests.support.threads import run_ranks
 
@@ -135,6 +135,13 @@ class Squares:
         return squares(model, batch)
 
 
+class Decays(Squares):
+    """With a penalty over all weights."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().__call__(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
 def samples() -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(6, generator=generator), torch.randn(1, generator=generator)) for _ in range(SAMPLES)]
@@ -154,7 +161,8 @@ def truth(model: Net) -> dict[str, Tensor]:
 
 def train(world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bool, **settings: Any) -> Any:
     """The largest error of a weight after a run in a loop of the user's, or with ``acc.step``; or what it is told."""
-    loss, first, around, again = Squares(), None, settings.pop("around", None), settings.pop("again", False)
+    loss, first = settings.pop("loss", None) or Squares(), None
+    around, again = settings.pop("around", None), settings.pop("again", False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": loss.count, "world": world}
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes | settings)
@@ -207,6 +215,13 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
         "steps b",
     ),
     "a teacher that follows": (lambda: Net(follows), False, 1, {}, "writes teacher.weight, which moves once for each"),
+    "a penalty over shards": (
+        Net,
+        False,
+        2,
+        {"engine": FSDP2Config(blocks=["a"]), "loss": Decays(), "global_batch_size": 5},
+        "reads a.",
+    ),
     "unit rows": (lambda: Net(unit_rows), False, 2, {}, ""),
     "unit rows, on parts": (lambda: Net(unit_rows), False, 2, {"engine": "zero1"}, "writes a.weight, and this engine"),
     "unit rows, gathered": (lambda: Net(unit_rows), True, 2, {"engine": "fsdp2"}, "writes a.weight, and this engine"),
