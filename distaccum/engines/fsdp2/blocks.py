@@ -121,12 +121,14 @@ class BlockOrder:
 
 # Blocks that some rank's forward leaves out: experts chosen by the data, LayerDrop, conditional heads.
 #
-# The order is a plan that all ranks share. Where a forward leaves out a block of it, what goes on to the next block
-# passes through the block unchanged, with all that the block communicates.
+# The order is a plan that all ranks share. Where a forward leaves out a block of it, what the block communicates is
+# communicated all the same. A backward does so in the forward's order reversed, whatever of the blocks' outputs it
+# reaches: of the nodes that are ready autograd runs the one that was made last, and each block has one that is made
+# before its forward and one after it. These hang together, and on the model's output.
 
 
 class SkippedBlocks:
-    """Has every forward of a model run its blocks' collectives in the order of the plan.
+    """Has every forward of a model, and its backward, run its blocks' collectives in the order of the plan.
 
     The plan begins with the order in which the model lists its blocks. A window whose forwards ran them in another one,
     the same in each forward and on each rank, makes that the plan. A block that is run where the plan has it no more
@@ -136,15 +138,24 @@ class SkippedBlocks:
         model: sharded; whose forward is the whole.
         active: whether a forward is the user's own or a replay of it, and not a part that a backward computes again.
         visit: called with the number of each block, and the block, in the order in which they communicate.
+        device: of the forward; None where there is no other rank, and the backward needs no order.
     """
 
-    def __init__(self, model: nn.Module, active: Callable[[], bool], visit: Callable[[int, nn.Module], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        active: Callable[[], bool],
+        visit: Callable[[int, nn.Module], None],
+        device: torch.device | None,
+    ) -> None:
         self._blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-        self._active, self._visit = active, visit
+        self._active, self._visit, self._device = active, visit, device
         self._plan = list(range(len(self._blocks)))
         self._at: int | None = None  # in the plan, while a forward runs
         self._grad = False  # whether it has gradients
+        self._token: Tensor | None = None  # the last node of its blocks
         self._seen: list[int] = []  # in this forward, but for what passed
+        self._begun: set[int] = set()  # of these, with gradients
         self._strays = False  # from the plan
         self._window: set[tuple[int, ...]] = set()  # the orders of its forwards, () where one keeps to the plan
         numbers = {block: number for number, block in enumerate(self._blocks)}
@@ -152,15 +163,15 @@ class SkippedBlocks:
         self.hooks: list[Any] = []
         if self._blocks:
             self.hooks += [
-                model.register_forward_pre_hook(self._begin, prepend=True),
+                model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
                 model.register_forward_hook(self._end, prepend=True),
             ]
         for number, block in enumerate(self._blocks):
             # Before FSDP2's own, which gathers this one.
-            enter = partial(self._enter, number)
-            self.hooks += [block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)]
-            if self._inner[number]:
-                self.hooks += [block.register_forward_hook(partial(self._leave, number), prepend=True)]
+            self.hooks += [
+                block.register_forward_pre_hook(partial(self._enter, number), prepend=True),
+                block.register_forward_hook(partial(self._leave, number), prepend=True),
+            ]
 
     @property
     def proposal(self) -> int:
@@ -176,72 +187,83 @@ class SkippedBlocks:
     def _proposed(self) -> tuple[int, ...]:
         return next(iter(self._window)) if len(self._window) == 1 else ()
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._active():
             self._at, self._grad, self._strays = 0, torch.is_grad_enabled(), False
+            self._token = None
+            if self._grad and self._device is not None and not torch.compiler.is_compiling():
+                # Without elements, so that nothing is computed; on the device, whose nodes autograd has a thread for.
+                first = torch.empty(0, device=self._device, requires_grad=True)
+                # autograd.grad by an input runs what leads to that.
+                inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+                self._token = internals.in_backward(first, lambda: None, *inputs)
             self._seen.clear()
+            self._begun.clear()
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
         if self._at is None or not self._active():
             return output
-        output = self._pass(self._plan[self._at :], output)
+        self._pass(self._plan[self._at :])
         self._at = None
         self._window.add(tuple(self._seen) if self._strays else ())
-        return output
+        token, self._token = self._token, None
+        if token is None or not torch.is_grad_enabled():
+            return output
+        grown = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None}
+        if not grown:
+            return output
+        tied = dict(zip(grown, internals.tie(token, list(grown.values())), strict=True))
+        return _mapped(output, lambda tensor: tied.get(id(tensor), tensor))
 
-    def _enter(self, number: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, number: int, block: nn.Module, _: Any) -> None:
         if self._at is None or not self._active():
             self._visit(number, block)
-            return None
+            return
         self._seen.append(number)
-        given = (args, kwargs)
         if number in self._plan[self._at :]:
             at = self._plan.index(number, self._at)
-            given = self._pass(self._plan[self._at : at], given)
+            self._pass(self._plan[self._at : at])
             self._at = at + 1
         else:
             self._strays = True
         self._visit(number, block)
-        return given
+        if torch.is_grad_enabled() and number not in self._begun:  # of several calls: gradients of all are there then
+            self._begun.add(number)
+            self._mark(block, internals.end_backward)
 
-    def _leave(self, number: int, _: nn.Module, __: Any, output: Any) -> Any:
-        """Of a block that holds others: those that it has left out."""
+    def _leave(self, number: int, block: nn.Module, _: Any, __: Any) -> None:
         if self._at is None or not self._active():
-            return output
+            return
         end = self._at
-        while end < len(self._plan) and self._plan[end] in self._inner[number]:
+        while end < len(self._plan) and self._plan[end] in self._inner[number]:  # blocks in it that it has left out
             end += 1
-        output = self._pass(self._plan[self._at : end], output)
+        self._pass(self._plan[self._at : end])
         self._at = end
-        return output
+        self._mark(block, internals.begin_backward)
 
-    def _pass(self, numbers: Sequence[int], value: Any) -> Any:
-        if not numbers:
-            return value
-        if self._grad and not torch.is_grad_enabled():
+    def _mark(self, block: nn.Module, act: Callable[[nn.Module], None]) -> None:
+        """Has a backward do something of a block's when it comes to this place of the forward."""
+        if self._token is not None and torch.is_grad_enabled():
+            self._token = internals.in_backward(self._token, partial(act, block))
+
+    def _pass(self, numbers: Sequence[int]) -> None:
+        """Communicates what some blocks would, that are left out here."""
+        if numbers and self._grad and not torch.is_grad_enabled():
             name = type(self._blocks[numbers[0]]).__name__
             problem = f"a forward left out a block ({name}) before one that a reentrant checkpoint computes again"
             raise MisuseError(f"{problem}, and ranks may differ in it: use checkpoint(..., use_reentrant=False)")
-        tensors = _tensors(value)
-        if torch.is_grad_enabled():
-            carried = [tensor for tensor in tensors if tensor.requires_grad]
-            carried = carried or [tensor for tensor in tensors if tensor.is_floating_point()][:1]
-        else:
-            carried = []
-        passed = self._through(list(numbers), carried)
-        new = {id(old): tensor for old, tensor in zip(carried, passed, strict=True)}
-        return _mapped(value, lambda tensor: new.get(id(tensor), tensor)) if new else value
-
-    def _through(self, numbers: list[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        while numbers:
-            number = numbers.pop(0)
+        left = list(numbers)
+        while left:
+            number = left.pop(0)
             inner: list[int] = []
-            while numbers and numbers[0] in self._inner[number]:
-                inner.append(numbers.pop(0))
+            while left and left[0] in self._inner[number]:
+                inner.append(left.pop(0))
             block = self._blocks[number]
             self._visit(number, block)
-            tensors = internals.pass_through(block, tensors, partial(self._through, inner))
-        return tensors
+            self._mark(block, internals.end_backward)
+            with internals.gathered(block):
+                self._pass(inner)
+            self._mark(block, internals.begin_backward)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -110,7 +110,8 @@ class FSDP2Engine(Engine):
         self._hooks += [model.register_forward_pre_hook(self._note_forward)]
         self._compares_order = False
         self._late_faults: list[tuple[HostCopy, str]] = []
-        self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._order.note)
+        device = world.device if world.size > 1 else None
+        self._skipped = SkippedBlocks(model, lambda: not inputs.differentiates, self._order.note, device)
         self._hooks += self._skipped.hooks
         self._used = UsedParameters(self._sharded.shards())
         self._sharded.fill_reductions(lambda: inputs.differentiates, self._note_used, self._before_reduction())

@@ -30,7 +30,7 @@ _OF_PARAMETER = ("sharded_param", "_module_info", _MOVED)
 _OF_EVERY_GROUP = ("post_backward", "reduce_grads")
 # What a sharded module's instance has, and a copy has not: FSDP2's state, and what this package puts there.
 _OF_INSTANCE = ("__composable_api_state_key", "__deepcopy__", "_apply", "zero_grad")
-_OF_EVERY_STATE = ("_pre_forward", "_post_forward")
+_OF_EVERY_STATE = ("_pre_forward", "_post_forward", "_pre_backward")
 
 
 def check(model: nn.Module) -> None:
@@ -331,33 +331,65 @@ def _refuse_to_change(unit: nn.Module, change: Callable[[Tensor], Tensor], *_: A
     return unit
 
 
-def pass_through(
-    block: nn.Module, tensors: Sequence[Tensor], inner: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-) -> Sequence[Tensor]:
-    """Copies of ``tensors``, by way of all that ``block`` and the blocks ``inner`` communicate for one forward.
-
-    Their backward communicates what the block's would.
-    """
+@contextmanager
+def gathered(block: nn.Module) -> Iterator[None]:
+    """Around nothing, in the place of a block's forward: what that communicates."""
     state: Any = block._get_fsdp_state()  # type: ignore[operator]
-    given, _ = state._pre_forward(block, tuple(tensors), {})
-    if given:
-        gathered = [parameter._unsharded_param for group in _groups_of(state) for parameter in group.fsdp_params]
-        given = _PassThrough.apply(len(given), *given, *gathered)  # type: ignore[no-untyped-call]
-    passed: Sequence[Tensor] = state._post_forward(block, (), tuple(inner(given)))
-    return passed
+    state._pre_forward(block, (), {})
+    yield
+    state._post_forward(block, (), ())
 
 
-class _PassThrough(torch.autograd.Function):
-    """Of some tensors, with parameters that get no gradient: what comes out needs one, as what a block computes."""
+def begin_backward(block: nn.Module) -> None:
+    """What a block communicates when a gradient reaches its output, unless that has come to pass."""
+    state: Any = block._get_fsdp_state()  # type: ignore[operator]
+    state._pre_backward(None)
+
+
+def end_backward(block: nn.Module) -> None:
+    """What a block communicates when its gradients are there, unless that has come to pass."""
+    for group in _groups_of(block._get_fsdp_state()):  # type: ignore[operator]
+        if group._training_state.name != "POST_BACKWARD":
+            group.post_backward()
+
+
+def in_backward(token: Tensor, act: Callable[[], None], *others: Tensor) -> Tensor:
+    """A token whose backward calls ``act``, and comes to that of ``token`` and, without a gradient, of ``others``."""
+    after: Tensor = _Acts.apply(act, token, *others)  # type: ignore[no-untyped-call]
+    return after
+
+
+def tie(token: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``tensors``, whose backward comes to that of ``token`` too."""
+    bases = {id(tensor._base) for tensor in tensors}
+    # A tensor that shares its memory with none of the others may be written into by who gets it.
+    alone = [tensor._base is None and id(tensor) not in bases for tensor in tensors]
+    tied: Sequence[Tensor] = _Tie.apply(alone, token, *tensors)  # type: ignore[no-untyped-call]
+    return tied
+
+
+class _Acts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, act: Callable[[], None], token: Tensor, *others: Tensor) -> Tensor:
+        ctx.act, ctx.others = act, len(others)
+        return token.new_empty(0)
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.parameters = len(tensors) - count
-        return tuple(tensor.clone() for tensor in tensors[:count])
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.act()
+        return None, gradient, *[None] * ctx.others
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, alone: Sequence[bool], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # what the loss does not read has no gradient, rather than zeros
+        ctx.like = token.detach()
+        return tuple(one.detach() if own else one for one, own in zip(tensors, alone, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *gradients, *[None] * ctx.parameters
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, torch.empty_like(ctx.like), *gradients
 
 
 def copy_shard(to: Tensor, shard: Tensor) -> None:

@@ -53,10 +53,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """``(B, WIDTH)`` to two outputs of that shape; the second has a layer of its own."""
 
+    layers = 2
+
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.leave, self.second = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(self.layers))
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -80,9 +82,7 @@ class Checkpointed(Model):
 class Chosen(Model):
     """Each sample chooses its blocks, and the second layer; what no sample of a micro-batch chooses is not run."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.append(Block())
+    layers = 3
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.enter(x)
@@ -93,6 +93,18 @@ class Chosen(Model):
         rows = (x[:, -1] > 0).unsqueeze(1)
         second = torch.zeros_like(hidden)
         return self.leave(hidden), torch.where(rows, self.second(hidden), second) if rows.any() else second
+
+
+class Apart(Chosen):
+    """Blocks in parallel, on inputs that need no gradient; each sample chooses one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, found = x[:, :3].argmax(1), torch.zeros_like(x)
+        for i, block in enumerate(self.blocks):
+            rows = (chosen == i).nonzero()[:, 0]
+            if len(rows):
+                found = found.index_add(0, rows, block(x[rows]))
+        return self.leave(self.enter(found)), torch.tanh(self.second(found))
 
 
 class Outer(nn.Module):
@@ -320,7 +332,7 @@ def programs(few: bool) -> Iterator[tuple[str, Any]]:
         train(engine, tables[table], loss, after, between)
         yield f"{name}, {table}, {setting}", errors(engine, before, tables[table], loss)
 
-    for make, table, setting in chosen(product((Checkpointed, Chosen), tables, SETTINGS), few):
+    for make, table, setting in chosen(product((Checkpointed, Chosen, Apart), tables, SETTINGS), few):
         before, engine = made(SETTINGS[setting], make)
         train(engine, tables[table], both, nothing, nothing)
         yield f"{make.__name__}, {table}, {setting}", errors(engine, before, tables[table], both)
@@ -468,9 +480,7 @@ def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
 class Routed(Model):
     """Each rank uses a block of its own once more; they are alike in size."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.append(Block())
+    layers = 3
 
     def through(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, self.blocks[WORLD.rank]):
@@ -620,19 +630,10 @@ def beside_an_empty_rank(engine: Engine) -> None:
     raise MisuseError(said or "")
 
 
-def gathered_by_hand(model: nn.Module, batch: Batch) -> Tensor:
-    """With a penalty on whole weights."""
-    return both(model, batch) + sum(full_tensor(p).square().sum() for p in model.parameters())
-
-
-def local_penalty(model: nn.Module, batch: Batch) -> Tensor:
-    """With a penalty on this rank's parts."""
-    return both(model, batch) + sum(to_local(p).square().sum() for p in model.parameters())
-
-
-def mixed(model: nn.Module, batch: Batch) -> Tensor:
-    """With a plain penalty."""
-    return both(model, batch) + sum(p.square().sum() for p in model.parameters())
+def penalized(read: Callable[[Tensor], Tensor]) -> Callable[[Engine], None]:
+    """With a penalty on what ``read`` makes of the parameters."""
+    loss = lambda model, batch: both(model, batch) + sum(read(p).square().sum() for p in model.parameters())  # noqa: E731
+    return lambda engine: whole_window(engine, loss)
 
 
 def adapted(model: nn.Module, batch: Batch) -> Tensor:
@@ -723,9 +724,9 @@ def refusals() -> Iterator[tuple[str, Any]]:
         "an attack, uneven": (adversarial_then_uneven, Model),
         "between micro-batches": (between_micro_batches, Model),
         "abandoned beside an empty rank": (beside_an_empty_rank, Model),
-        "whole weights in the loss": (lambda engine: whole_window(engine, gathered_by_hand), Model),
-        "local weights in the loss": (lambda engine: whole_window(engine, local_penalty), Model),
-        "a plain penalty": (lambda engine: whole_window(engine, mixed), Model),
+        "whole weights in the loss": (penalized(full_tensor), Model),
+        "local weights in the loss": (penalized(to_local), Model),
+        "a plain penalty": (penalized(Tensor.clone), Model),
         "a penalty before the forward": (penalty_before_the_forward, Model),
         "an inner step": (lambda engine: whole_window(engine, adapted), Model),
         "vmap": (lambda engine: whole_window(engine, mapped), Model),
