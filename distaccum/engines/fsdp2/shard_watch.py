@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
 from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError
+from distaccum.program import SHARD_FUNCTIONS, load
 
 # Losses that read the shards themselves: their gradient goes past the reduction, and what they gather past its order.
 #
 # In torch a shard is a ``DTensor``, which computes: ``full_tensor()``, ``to_local()`` or a plain sum of squares over
 # ``model.parameters()``.
-
-# Attributes, what else says how a tensor lies, and ``autograd.grad``, of which torch complains itself.
-_LOOKS = re.compile(
-    "__(get|set|delete|len)__|size|stride|n?dim(ension)?|numel|nelement|element_size|data_ptr|storage_offset|"
-    "untyped_storage|get_device|is_contiguous|is_floating_point|is_complex|requires_grad_|register_hook|detach|grad"
-)
 
 
 class ShardReads:
@@ -54,7 +45,7 @@ class ShardReads:
         self._in_micro_step, self._in_backward, self._note = in_micro_step, in_backward, note
         self._shards = list(parameters.values())
         names = {id(shard): name for name, shard in parameters.items()}
-        self._functions: _Functions | None = _Functions(names, in_backward, error)
+        self._functions: Any = load(SHARD_FUNCTIONS)(names, in_backward, error)
         self._hooks = []
         for name, shard in parameters.items():
             hook = partial(self._reached, name, shard)
@@ -87,35 +78,6 @@ class ShardReads:
             raise reads_shards(name)
         full: Tensor = type(shard).full_tensor(shard, **options)  # type: ignore[attr-defined]
         return full
-
-
-class _Functions(TorchFunctionMode):
-    """Raises where a function of torch's computes with a shard that needs a gradient, outside of backwards.
-
-    Before it communicates: of ranks that have different numbers of micro-steps the others would not.
-
-    Args:
-        names: of the shards, by ``id``.
-        in_backward: whether the engine's own backward runs, or a replay's.
-        error: of the shard that is named, or of some.
-    """
-
-    def __init__(
-        self, names: Mapping[int, str], in_backward: Callable[[], bool], error: Callable[[str], MisuseError]
-    ) -> None:
-        super().__init__()
-        self._names, self._in_backward, self._error = names, in_backward, error
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """The function, unless it is refused."""
-        if torch.is_grad_enabled() and not (_LOOKS.fullmatch(getattr(func, "__name__", "")) or self._in_backward()):
-            for one in chain(args, (kwargs or {}).values()):
-                for part in one if isinstance(one, list | tuple) else (one,):
-                    if isinstance(part, DTensor) and part.requires_grad:
-                        raise self._error(self._names.get(id(part), ""))
-        return func(*args, **kwargs or {})
 
 
 def reads_shards(name: str = "") -> MisuseError:
