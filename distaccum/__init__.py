@@ -55,6 +55,7 @@ _HOMES = {
     "WindowLoss": "distaccum.losses.base",
     "World": "distaccum.distributed.world",
     "Zero1Config": "distaccum.config.engine",
+    "all_gather": "distaccum.tools.gather",
     "audit": "distaccum.tools.audit.session",
     "diagnose": "distaccum.tools.diagnose",
     "from_deepspeed_json": "distaccum.tools.from_deepspeed",

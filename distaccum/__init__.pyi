@@ -42,6 +42,7 @@ from distaccum.precision.scaler import LossScaler as LossScaler
 from distaccum.tools.audit.session import audit as audit
 from distaccum.tools.diagnose import diagnose as diagnose
 from distaccum.tools.from_deepspeed import from_deepspeed_json as from_deepspeed_json
+from distaccum.tools.gather import all_gather as all_gather
 from distaccum.train.callbacks import Callback as Callback
 from distaccum.train.callbacks import EarlyStopping as EarlyStopping
 from distaccum.train.ema import EMA as EMA

@@ -19,7 +19,7 @@ from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
 from distaccum.engines.base import Engine
 from distaccum.engines.optimizer_step import is_guarded
-from distaccum.engines.ownership import is_owned, leaves_of
+from distaccum.engines.ownership import is_owned, nodes_of
 from distaccum.errors import MisuseError
 
 _WINDOWS = 2  # whose graphs are walked
@@ -59,8 +59,14 @@ class ForeignParameters(WindowHook):
                 self._engine.hooks.remove(self)
 
     def before_backward(self, loss: Tensor) -> None:
-        """Looks for foreign leaves in the first windows."""
-        self._leaves = [leaf for leaf in leaves_of(loss) if not is_owned(leaf)] if self._windows > 0 else []
+        """Looks for foreign leaves in the first windows, and for what gives a wrong gradient there."""
+        self._leaves = []
+        if self._windows > 0:
+            from distaccum.program import GATHERED, load  # noqa: PLC0415  in the first windows
+
+            load(GATHERED)(nodes := list(nodes_of(loss)))
+            leaves = (getattr(node, "variable", None) for node in nodes)
+            self._leaves = [leaf for leaf in leaves if leaf is not None and not is_owned(leaf)]
         self._within = True
 
     def after_backward(self) -> None:

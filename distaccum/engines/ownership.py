@@ -22,15 +22,18 @@ def is_owned(thing: object) -> bool:
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
     """The leaves of a graph that need a gradient: one walk over its nodes."""
+    return (leaf for node in nodes_of(loss) if isinstance(leaf := getattr(node, "variable", None), Tensor))
+
+
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a graph, each once."""
     waiting = [loss.grad_fn]
     seen = {loss.grad_fn}
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            yield leaf
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

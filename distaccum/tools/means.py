@@ -14,8 +14,10 @@ from torch import Tensor, float32
 
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
+from distaccum.engines.ownership import nodes_of
 from distaccum.errors import VerificationError
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
+from distaccum.tools.gather import expect_none_of_torch
 from distaccum.verification.expected import CLOSING
 
 _PAIR, _MOST, _SCALE = 2, 256, 256.0  # the nodes that are looked at; the least that a loss scaler multiplies by
@@ -65,10 +67,15 @@ class Means:
             losses: a 0-dim tensor, or one for each of several losses, by name.
             counts: of the micro-batch, where the window does not know them: a number, a 0-dim tensor, or numbers by
                 name.
+
+        Raises:
+            MisuseError: torch's ``all_gather`` is in a graph, which gives a wrong gradient over gloo.
         """
         counts = next(iter(self._counts[len(self._noted) :][:1]), {}) or counts
         by_name = counts if isinstance(counts, Mapping) else {SINGLE: counts}
         known = {name: loss for name, loss in as_loss_sums(losses).items() if by_name.get(name)}
+        for loss in known.values():
+            expect_none_of_torch(nodes_of(loss))
         self._noted.append([(name, float(by_name[name]), _terms(loss.grad_fn)) for name, loss in known.items()])
 
     def check(self, world: World, *, closing: str = CLOSING) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distaccum import Accumulator
+from distaccum import Accumulator, all_gather
 from distaccum.errors import MisuseError
 
 
@@ -71,6 +71,14 @@ def main() -> None:
         except MisuseError as error:
             found[str(size)] = [str(error), bool(torch.equal(model.weight, before))]
             acc.abandon()
+    x, weights = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 2, 4, 6)  # alike on both ranks
+    (torch.cat(all_gather(x), 1).transpose(1, 2).contiguous() * weights[acc.world.rank]).sum().backward()
+    own = slice(3 * acc.world.rank, 3 * acc.world.rank + 3)
+    found["gathered"] = float((x.grad - weights.sum(0).transpose(1, 2)[:, own]).abs().max())
+    try:
+        all_gather(torch.randn(2 + acc.world.rank, 3))
+    except MisuseError as error:
+        found["unlike"] = str(error)
     os.write(1, f"rank {acc.world.rank}: {json.dumps(found)}\n".encode())  # in one piece: both ranks write to one file
 
 

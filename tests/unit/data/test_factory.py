@@ -132,7 +132,7 @@ def test_broken_samples_are_no_longest_micro_batch() -> None:
             longest_micro_batch(DataSpec(train=train, collate=collate), 1)
 
 
-def test_counts(gloo_world: World) -> None:
+def test_counts_and_a_loss_that_counts_nothing_weighs_nothing(gloo_world: World) -> None:
     counter = GlobalCounter(gloo_world, lambda batch: batch)
     first = [counter.micro_batch({"a": 1.5, "b": 0}), counter.micro_batch({"a": 2})]
     assert counter.all_reduce(first) == ({"a": 3.5, "b": 0.0}, [])
@@ -142,9 +142,6 @@ def test_counts(gloo_world: World) -> None:
         counter.micro_batch(-1)
     with pytest.raises(MisuseError, match="give a finite number that is at least 0, read on the host"):
         counter.micro_batch(torch.tensor(3))
-
-
-def test_a_loss_that_counts_nothing_in_a_window_weighs_nothing() -> None:
     totals: dict[str, Tensor] = {"a": torch.tensor(6.0, requires_grad=True), "b": torch.tensor(5.0)}
     assert normalize_loss(totals, {"a": 3.0, "b": 0.0}, gradient_divide_factor=2).item() == 4.0
 

@@ -259,13 +259,10 @@ def test_it_is_the_formula(scale: float | None, named: bool) -> None:
     assert 0 <= float(scores["accuracy"]) <= 6
 
 
-def test_pairs_that_are_alike_are_found() -> None:
+def test_pairs_that_are_alike_are_found_and_16_bits_are_normalised_in_32() -> None:
     both = torch.eye(5)
     loss = InfoNCE(temperature=0.05)
     assert float(loss.scores(loss.represent(Given(), (both, both)))["accuracy"]) == 5
-
-
-def test_embeddings_of_16_bits_are_normalised_in_32() -> None:
     found = InfoNCE().represent(Given(), (torch.ones(2, 3).bfloat16(), torch.ones(2, 3).half()))
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 

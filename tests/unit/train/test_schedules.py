@@ -32,12 +32,9 @@ def test_cosine_follows_torchs_own_after_the_warm_up() -> None:
         torchs.step()
 
 
-def test_warm_up_rises_evenly_from_above_zero() -> None:
+def test_warm_up_rises_evenly_from_above_zero_and_past_the_end_it_stays_at_the_final_ratio() -> None:
     ours = Constant(total_steps=100, warmup_steps=3)
     assert [ours(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-
-
-def test_past_the_end_it_stays_at_the_final_ratio() -> None:
     assert Cosine(total_steps=10, final_ratio=0.2)(1000) == pytest.approx(0.2)
 
 

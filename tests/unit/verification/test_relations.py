@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.nn.functional import _AllGather
 
-from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World
+from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
 from distaccum.errors import VerificationError
 from tests.support.threads import run_ranks
 
@@ -120,6 +122,14 @@ def steps_when_warm() -> Callable[[Any], None]:
     return after
 
 
+def gathers(function: Any) -> Callable[[], Net]:
+    def does(net: Net, x: Tensor) -> Tensor:
+        hidden = torch.tanh(net.a(x))
+        return function(hidden)[dist.get_rank()] if dist.is_initialized() else hidden
+
+    return lambda: Net(does)
+
+
 def squares(model: nn.Module, batch: Batch) -> Tensor:
     found: Tensor = (model(batch[0]) - batch[1]).square().sum()
     return found
@@ -214,6 +224,9 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
         {"verify": "never", "micro_batch_size": 1},
         "steps b",
     ),
+    "a gathering": (gathers(all_gather), False, 2, {}, ""),
+    "torch's gathering": (gathers(lambda h: _AllGather.apply(None, h)), False, 2, {}, "use distaccum.all_gather"),
+    "never proven": (gathers(lambda h: _AllGather.apply(None, h)), False, 2, {"verify": "never"}, "use distaccum.all"),
     "a teacher that follows": (lambda: Net(follows), False, 1, {}, "writes teacher.weight, which moves once for each"),
     "a penalty over shards": (
         Net,
