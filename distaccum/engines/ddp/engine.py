@@ -84,7 +84,6 @@ class DDPEngine(Engine):
         self._parameters = list(self._named.values())
         self._reduction = Reduction(self._ddp, self._parameters)
         self._reduction.place_gradients(in_fp32=policy.keeps_masters)
-        zero_in_place(self._parameters)  # users' hooks may have made something of the zeros
         self._views = [p.grad for p in self._parameters]
         reducer.placed(self._views)
         self._reduction.ended = reducer.finish
