@@ -518,15 +518,16 @@ def _reached(loss: Tensor, nodes: dict[tuple[Any, int], tuple[int, int]]) -> set
 
 def _grown(output: Any) -> Iterator[tuple[int, Tensor]]:
     """The tensors of an output that a backward can reach, numbered."""
-    for i, leaf in enumerate(_leaves(output)):
+    for i, leaf in enumerate(leaves(output)):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             yield i, leaf
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Any) -> Iterator[Any]:
+    """Of a pytree, and of dataclasses in it."""
     for leaf in tree_flatten(value)[0]:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
-                yield from _leaves(getattr(leaf, item.name, None))
+                yield from leaves(getattr(leaf, item.name, None))
         else:
             yield leaf

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from distaccum.engines.fsdp2 import internals
+from distaccum.engines.uneven_inputs import leaves
 from distaccum.errors import MisuseError
 
 OTHER_BLOCKS = (
@@ -195,8 +196,7 @@ class SkippedBlocks:
                 # Without elements, so that nothing is computed; on the device, whose nodes autograd has a thread for.
                 first = torch.empty(0, device=self._device, requires_grad=True)
                 # autograd.grad by an input runs what leads to that.
-                inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
-                self._token = internals.in_backward(first, lambda: None, *inputs)
+                self._token = internals.Acts.apply(lambda: None, first, *_tensors((args, kwargs)))  # type: ignore[no-untyped-call]
             self._seen.clear()
             self._begun.clear()
 
@@ -207,12 +207,10 @@ class SkippedBlocks:
         self._at = None
         self._window.add(tuple(self._seen) if self._strays else ())
         token, self._token = self._token, None
-        if token is None or not torch.is_grad_enabled():
-            return output
         grown = {id(tensor): tensor for tensor in _tensors(output) if tensor.grad_fn is not None}
-        if not grown:
+        if token is None or not grown:
             return output
-        tied = dict(zip(grown, internals.tie(token, list(grown.values())), strict=True))
+        tied = dict(zip(grown, internals.Tie.apply(token, *grown.values()), strict=True))  # type: ignore[no-untyped-call]
         return _mapped(output, lambda tensor: tied.get(id(tensor), tensor))
 
     def _enter(self, number: int, block: nn.Module, _: Any) -> None:
@@ -244,7 +242,7 @@ class SkippedBlocks:
     def _mark(self, block: nn.Module, act: Callable[[nn.Module], None]) -> None:
         """Has a backward do something of a block's when it comes to this place of the forward."""
         if self._token is not None and torch.is_grad_enabled():
-            self._token = internals.in_backward(self._token, partial(act, block))
+            self._token = internals.Acts.apply(partial(act, block), self._token)  # type: ignore[no-untyped-call]
 
     def _pass(self, numbers: Sequence[int]) -> None:
         """Communicates what some blocks would, that are left out here."""
@@ -267,29 +265,21 @@ class SkippedBlocks:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(value, note)
-    return found
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The value with other tensors, also in dataclasses that pytrees do not know."""
-    one: Callable[[Any], Any] = lambda leaf: _leaf(leaf, change)  # noqa: E731
-    return tree_map_only(object, one, value)
 
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        twin = copy(leaf)
+        for item in fields(leaf):
+            if hasattr(leaf, item.name):
+                object.__setattr__(twin, item.name, _mapped(getattr(leaf, item.name), change))
+        return twin
 
-def _leaf(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        return change(leaf)
-    if not is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    twin = copy(leaf)
-    for item in fields(leaf):
-        if hasattr(leaf, item.name):
-            object.__setattr__(twin, item.name, _mapped(getattr(leaf, item.name), change))
-    return twin
+    return tree_map_only(object, changed, value)

@@ -425,6 +425,7 @@ class FSDP2Engine(Engine):
         self._shard_watch.note()
 
     def _expect_untouched(self) -> None:
+        self._sharded.take_over_trains()  # PEFT has adapters off in a reference's forward, and on while gathered
         if self._trains != self._sharded.trains():
             self._note_fault("requires_grad was changed in the middle of a window: change it between two windows")
         self._watch.check()
@@ -465,6 +466,7 @@ class FSDP2Engine(Engine):
         inputs = self._uneven_inputs
         if inputs.left:
             inputs.check_release()
+            self._sharded.take_over_trains()
             self._units.reduce(sync=self._sync)
             inputs.finish_micro_step(self.autocast)
             self._note_gradients()

@@ -342,8 +342,7 @@ def gathered(block: nn.Module) -> Iterator[None]:
 
 def begin_backward(block: nn.Module) -> None:
     """What a block communicates when a gradient reaches its output, unless that has come to pass."""
-    state: Any = block._get_fsdp_state()  # type: ignore[operator]
-    state._pre_backward(None)
+    block._get_fsdp_state()._pre_backward(None)  # type: ignore[operator]
 
 
 def end_backward(block: nn.Module) -> None:
@@ -353,22 +352,9 @@ def end_backward(block: nn.Module) -> None:
             group.post_backward()
 
 
-def in_backward(token: Tensor, act: Callable[[], None], *others: Tensor) -> Tensor:
-    """A token whose backward calls ``act``, and comes to that of ``token`` and, without a gradient, of ``others``."""
-    after: Tensor = _Acts.apply(act, token, *others)  # type: ignore[no-untyped-call]
-    return after
+class Acts(torch.autograd.Function):
+    """A token whose backward calls a function, and comes to that of another and, without a gradient, of others."""
 
-
-def tie(token: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``tensors``, whose backward comes to that of ``token`` too."""
-    bases = {id(tensor._base) for tensor in tensors}
-    # A tensor that shares its memory with none of the others may be written into by who gets it.
-    alone = [tensor._base is None and id(tensor) not in bases for tensor in tensors]
-    tied: Sequence[Tensor] = _Tie.apply(alone, token, *tensors)  # type: ignore[no-untyped-call]
-    return tied
-
-
-class _Acts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, act: Callable[[], None], token: Tensor, *others: Tensor) -> Tensor:
         ctx.act, ctx.others = act, len(others)
@@ -380,16 +366,20 @@ class _Acts(torch.autograd.Function):
         return None, gradient, *[None] * ctx.others
 
 
-class _Tie(torch.autograd.Function):
+class Tie(torch.autograd.Function):
+    """Tensors whose backward comes to that of a token too."""
+
     @staticmethod
-    def forward(ctx: Any, alone: Sequence[bool], token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # what the loss does not read has no gradient, rather than zeros
         ctx.like = token.detach()
-        return tuple(one.detach() if own else one for one, own in zip(tensors, alone, strict=True))
+        bases = {id(tensor._base) for tensor in tensors}
+        # What shares its memory with none of the others may be written into by who gets it.
+        return tuple(one.detach() if one._base is None and id(one) not in bases else one for one in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, torch.empty_like(ctx.like), *gradients
+        return torch.empty_like(ctx.like), *gradients
 
 
 def copy_shard(to: Tensor, shard: Tensor) -> None:

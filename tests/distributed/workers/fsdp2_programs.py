@@ -168,13 +168,15 @@ def chained(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def teacher(model: nn.Module, batch: Batch) -> Tensor:
-    """The model teaches itself, before and after the student's forward."""
+    """The model teaches itself, before, with a layer frozen as PEFT has adapters, and after the student's forward."""
+    model.second.requires_grad_(False)
     with torch.no_grad():
         before = model(-batch[0])[0]
-    student = model(batch[0])[0]
+    model.second.requires_grad_(True)
+    student = model(batch[0])
     with torch.no_grad():
         after = model(2 * batch[0])[1]
-    return squares(student, before) + squares(student, after)
+    return squares(student[0], before) + squares(student[1], after)
 
 
 def detached(model: nn.Module, batch: Batch) -> Tensor:
@@ -441,40 +443,29 @@ class Hooked(Model):
         self.blocks[0].layer.weight.register_hook(half)  # type: ignore[union-attr]
         self.leave.weight.register_hook(half)
 
+    def __deepcopy__(self, _: Any) -> nn.Module:
+        """With hooks, which copies of parameters lose."""
+        twin = type(self)()
+        twin.load_state_dict(self.state_dict())
+        return twin
 
-class HookedAfter(Model):
+
+class HookedAfter(Hooked):
     def __init__(self) -> None:
-        super().__init__()
+        Model.__init__(self)
         self.blocks[0].layer.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[union-attr]
 
 
 def hooks() -> Iterator[tuple[str, Any]]:
     for setting, config in SETTINGS.items():
         for make in (Hooked, HookedAfter):
-            torch.manual_seed(3)
-            before = make()
             try:
-                _, engine = made(config, make)
+                before, engine = made(config, make)
             except DistaccumError as error:
                 yield f"{make.__name__}, {setting}", str(error)
                 continue
             train(engine, UNEVEN, both, nothing, nothing)
-            yield f"{make.__name__}, {setting}", errors(engine, _rehooked(before, make), UNEVEN, both)
-
-
-def _rehooked(before: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    """Its copies have hooks, which deep copies of modules lose."""
-
-    class Again(nn.Module):
-        def __deepcopy__(self, _: Any) -> nn.Module:
-            model = make()
-            model.load_state_dict(before.state_dict())
-            return model
-
-        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            return before.named_parameters(*args, **kwargs)
-
-    return Again()
+            yield f"{make.__name__}, {setting}", errors(engine, before, UNEVEN, both)
 
 
 class Routed(Model):
