@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,11 +146,21 @@ class Squares:
         return squares(model, batch)
 
 
-class Decays(Squares):
-    """With a penalty over all weights."""
+class Other(Squares):
+    """Another loss, which counts samples."""
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        return super().__call__(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
+    def __init__(self, loss: Callable[[Any, Batch], Any]) -> None:
+        self.loss = loss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Any:
+        return self.loss(model, batch)
+
+
+decays: Any = lambda m, b: squares(m, b) + 0.01 * sum(p.square().sum() for p in m.parameters())  # noqa: E731
+steep: Any = lambda m, b: (  # noqa: E731
+    (found := squares(m, b)) + torch.autograd.grad(found, m.a.weight, create_graph=True)[0].square().sum()
+)
+called: Any = lambda m, b: squares(partial(torch.func.functional_call, m, dict(m.named_parameters())), b)  # noqa: E731
 
 
 def samples() -> list[Batch]:
@@ -232,9 +243,11 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
         Net,
         False,
         2,
-        {"engine": FSDP2Config(blocks=["a"]), "loss": Decays(), "global_batch_size": 5},
+        {"engine": FSDP2Config(blocks=["a"]), "loss": Other(decays), "global_batch_size": 5},
         "reads a.",
     ),
+    "a penalty by slopes": (Net, True, 2, {"engine": "fsdp2", "loss": Other(steep)}, "is differentiated twice"),
+    "a call with shards": (Net, True, 2, {"engine": "fsdp2", "loss": Other(called)}, "itself, which is"),
     "unit rows": (lambda: Net(unit_rows), False, 2, {}, ""),
     "unit rows, on parts": (lambda: Net(unit_rows), False, 2, {"engine": "zero1"}, "writes a.weight, and this engine"),
     "unit rows, gathered": (lambda: Net(unit_rows), True, 2, {"engine": "fsdp2"}, "writes a.weight, and this engine"),
