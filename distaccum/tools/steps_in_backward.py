@@ -5,7 +5,7 @@ What they see is the gradient of one micro-batch on one rank, and not the window
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,32 @@ def _give_back(model: nn.Module) -> None:
         for key, hook in (hooks or {}).items():
             if isinstance(hook, Watched):
                 hooks[key] = hook.hook
+
+
+def apply(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """What the users' hooks make of gradients that were accumulated without them; None where there are no hooks.
+
+    A mask gives the same of a sum as of its parts. A second road by ``autograd.grad`` calls no such hooks.
+
+    Args:
+        model: whose parameters have the hooks.
+        gradients: by name.
+    """
+    found, changed = False, dict(gradients)
+    for name, parameter in trained(model).items():
+        hooks = [h.hook for h in (parameter._post_accumulate_grad_hooks or {}).values() if isinstance(h, Watched)]
+        found = found or bool(hooks)  # on all ranks alike, whatever reaches this one's
+        if not hooks or name not in gradients or parameter.shape != gradients[name].shape:
+            continue
+        held = parameter.grad
+        parameter.grad = gradients[name].to(parameter.dtype, copy=True)
+        try:
+            for hook in hooks:
+                hook(parameter)
+            changed[name] = parameter.grad.to(gradients[name].dtype)
+        finally:
+            parameter.grad = held
+    return changed if found else None
 
 
 def expect_none(model: nn.Module) -> None:

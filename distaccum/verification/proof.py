@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import InOrder
 from distaccum.losses.normalize import Counts, LossSum
-from distaccum.program import FAULT, load
+from distaccum.program import FAULT, HOOKED, load
 from distaccum.verification.comparison import Comparison, compare
 from distaccum.verification.directional import compare_with_slope
 from distaccum.verification.expected import CLOSING, Expected, first_line, whole_numel
@@ -166,7 +168,13 @@ class GradientProof:
 
     def _by_autograd(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where a rank can hold the whole model; a collective. None where nothing can be told."""
-        found = compare(self._engine, self.records, self._plain, held, divisor=divisor, clip_value=self._clip_value)
+        road: Any = partial(compare, self._engine, self.records, self._plain, held)
+        found = road(divisor=divisor, clip_value=self._clip_value)
+        plain = self._plain.parts
+        if found.wrong and (hooked := load(HOOKED)(self._engine.unwrapped_model, plain)) is not None:
+            self._plain.parts = hooked
+            again = road(divisor=divisor, clip_value=self._clip_value)
+            self._plain.parts, found = plain, found if again.wrong else again
         if not found.wrong:
             self._expect_reached(held)
             return found.expected

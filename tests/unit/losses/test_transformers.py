@@ -28,8 +28,7 @@ def _bert(head: str, **options: Any) -> nn.Module:
         num_attention_heads=2,
         intermediate_size=24,
         max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
         **options,
     )
     model: nn.Module = getattr(transformers, head)(config)
