@@ -185,12 +185,13 @@ class Relations:
 
 def _counts_in_words(window: Window, count: Count) -> str:
     """What does not add up; of a named term that counts each micro-batch as one, as balanced experts have, nothing."""
-    left, odd, known = _SAMPLES, dict[str, str](), dict[str, set[float]]()
+    left, odd, known, guessed = _SAMPLES, dict[str, str](), dict[str, set[float]](), False
     for i, (micro, ids) in enumerate(zip(window.micro_batches, window.ids(), strict=False)):
         rows = rows_of(micro.batch, len(ids))
         if rows is None or left < len(ids):
             break
         left -= len(ids)
+        guessed = guessed or len(rows) > len(ids)  # an item of a stream may be a micro-batch, or one sample
         alone = [as_counts(count(row)) for row in rows]
         for name, together in micro.counts.items():
             each = [one[name] for one in alone]
@@ -198,7 +199,7 @@ def _counts_in_words(window: Window, count: Count) -> str:
             if not isclose(sum(each), together, rel_tol=1e-6):
                 counted = f"{sum(each):g} alone and {together:g} together"
                 odd.setdefault(name, f"the samples of micro-batch {i} count {counted}")
-    found = [name for name in odd if len(known[name]) > 1] or [name for name in odd if name == SINGLE]
+    found = [name for name in odd if len(known[name]) > 1] or [name for name in odd if name == SINGLE and not guessed]
     if not found:
         return ""
     of = "" if found[0] == SINGLE else f", for {found[0]!r}"

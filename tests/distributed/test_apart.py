@@ -65,6 +65,7 @@ def paced() -> Any:
     return answer("uneven_inputs", timeout=120)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("sync", ["boundary", "every"])
 def test_a_rank_that_keeps_pace_adds_nothing(paced: Any, sync: str) -> None:
     """Beside a spoiled sample; other programs of uneven ranks are in ``test_fsdp2_programs.py``."""

@@ -46,12 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     "world", [pytest.param(1, marks=pytest.mark.heavy), 2, pytest.param(4, marks=pytest.mark.heavy)]
 )
 @pytest.mark.parametrize(
-    "engine",
-    [
-        "ddp",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.heavy) for name in OTHERS),
-    ],
+    "engine", ["ddp", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("fsdp2", *OTHERS))]
 )
 def test_every_engine_trains_as_one_process_does(tmp_path: Path, whole: list[float], engine: str, world: int) -> None:
     assert _run(tmp_path, wide.MODEL, *ENGINES[engine], world=world) == pytest.approx(whole, rel=wide.AGREES)

@@ -24,6 +24,7 @@ def _shell(line: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
     return subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=240)
 
 
+@pytest.mark.heavy
 def test_two_ranks_train_on_when_the_reader_of_their_output_leaves(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "distaccum", "train")
     ended = _shell('"$@" 2> error | head -1', *launcher, *TRAIN, "hydra.run.dir=run", folder=tmp_path)

@@ -29,9 +29,7 @@ TENSORS = 6 * 6 + 2  # of a block, and those two
 CLOSE = pytest.approx(1, abs=1e-4)  # the optimizer's state has one more number a tensor, the step
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.heavy)]
-)
+@pytest.fixture(scope="module", params=[pytest.param(world, marks=pytest.mark.heavy) for world in (2, 4)])
 def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Figures:
     folder = tmp_path_factory.mktemp("engines")
     finished = succeed(

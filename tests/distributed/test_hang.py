@@ -75,6 +75,7 @@ def _said(run: Run) -> str:
     return str(found["reason"])
 
 
+@pytest.mark.heavy
 def test_a_stopped_rank_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=3s")
     _, _, second = run.await_records(5)

@@ -28,7 +28,7 @@ RUN = (
     "precision=fp32",
 )
 SHARDED = [
-    ("engine=fsdp2",),
+    pytest.param(("engine=fsdp2",), marks=pytest.mark.heavy),
     pytest.param(("engine=fsdp2", "engine.sync=every"), marks=pytest.mark.heavy),
     pytest.param(("engine=deepspeed", "engine.stage=3"), marks=pytest.mark.heavy),
 ]

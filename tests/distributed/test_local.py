@@ -66,7 +66,7 @@ def _launch(*arguments: object, **extra: str) -> subprocess.Popen[str]:
     return _start(*arguments, script="-m distaccum launch", **extra)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # Slurm's test of it runs in CI
 def test_a_loop_of_ones_own_is_told_to_leave_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """On two processes, where ``auto`` is one on the CPU."""
     weights = []
@@ -103,7 +103,7 @@ KILLED = "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '0' 
     ("program", "code", "message"),
     [
         (FAILS, 3, "rank 1 of 2 ended with exit code 3 (process "),
-        (KILLED, 128 + 9, "rank 0 of 2 was killed by SIGKILL (process "),
+        pytest.param(KILLED, 128 + 9, "rank 0 of 2 was killed by SIGKILL (process ", marks=pytest.mark.heavy),
     ],
 )
 def test_a_program_that_fails_is_told_in_one_line(tmp_path: Path, program: str, code: int, message: str) -> None:

@@ -65,7 +65,7 @@ def test_it_trains_as_one_process_does(
     assert plan["accumulation_steps"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_it_goes_on_with_another_limit_on_other_numbers_of_ranks(tmp_path: Path, whole: list[Record]) -> None:
     parts = (
         (2, 2, TOKENS),

@@ -29,7 +29,7 @@ def test_what_a_mutant_replaces_is_in_the_package_once(mutant: Mutant) -> None:
         assert old != new
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_tests_beside_the_mutants_of_the_modes_are_there() -> None:
     tests = dict.fromkeys(test for test, _ in mode_mutants.MUTANTS)
     collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *tests]

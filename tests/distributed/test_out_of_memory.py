@@ -76,7 +76,7 @@ def test_a_window_stays_the_same_wherever_memory_runs_out_in_it() -> None:
     hold(places())
 
 
-@pytest.mark.parametrize("cells", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+@pytest.mark.parametrize("cells", [FEW, pytest.param(OTHERS, marks=pytest.mark.heavy)], ids=["few", "others"])
 def test_whatever_runs_out_of_memory_gives_the_same_gradient(cells: Sequence[Cell]) -> None:
     """Other programs, formats and sizes."""
     hold(cells)

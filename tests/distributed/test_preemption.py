@@ -146,7 +146,7 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
     ("whom", "number"),
     [
         pytest.param("worker", signal.SIGKILL, marks=pytest.mark.heavy),
-        pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGKILL, marks=pytest.mark.heavy),
         pytest.param("launcher", signal.SIGUSR1, marks=pytest.mark.heavy),
         pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("worker", signal.SIGTERM, marks=pytest.mark.heavy),

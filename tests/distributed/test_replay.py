@@ -31,6 +31,7 @@ def changed(records: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(records[1], tmp_path / "changed"))
 
 
+@pytest.mark.heavy
 def test_the_same_code_leaves_the_same_record(records: tuple[Path, Path]) -> None:
     assert replay.compare(*records) == []
     assert len(replay.contents(records[0] / RUN)["metrics"]) == 8

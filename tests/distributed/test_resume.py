@@ -59,7 +59,7 @@ def test_killed_and_resumed_is_bitwise_uninterrupted(tmp_path: Path, world: int)
     [
         pytest.param(5, ["checkpoint.background=false"], marks=pytest.mark.heavy),
         pytest.param(20, ["checkpoint.background=false"], marks=pytest.mark.heavy),
-        (3, ["checkpoint.background=true"]),
+        pytest.param(3, ["checkpoint.background=true"], marks=pytest.mark.heavy),
         pytest.param(30, ["checkpoint.background=true"], marks=pytest.mark.heavy),
         pytest.param(3, ALL_AT_ONCE, marks=pytest.mark.heavy),
     ],

@@ -14,8 +14,7 @@ from tests.support.commands import ROOT, succeed
 
 Found = dict[str, Any]
 ENGINES = [
-    pytest.param({"name": "fsdp2"}, marks=pytest.mark.slow, id="fsdp2"),
-    pytest.param({"name": "zero1"}, marks=pytest.mark.heavy, id="zero1"),
+    *(pytest.param({"name": name}, marks=pytest.mark.heavy, id=name) for name in ("fsdp2", "zero1")),
     *(
         pytest.param({"name": "deepspeed", "stage": stage}, marks=pytest.mark.heavy, id=f"deepspeed-{stage}")
         for stage in range(4)

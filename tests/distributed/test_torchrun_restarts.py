@@ -68,6 +68,7 @@ def _kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.heavy
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, whole: list[dict[str, Any]]) -> None:
     run_dir = tmp_path / "run"
     agent = _agent(tmp_path / "out", run_dir, "--standalone", "--max-restarts=1", "--nproc-per-node=2")

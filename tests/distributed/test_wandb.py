@@ -309,14 +309,14 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     _are(_history(file)[0], metrics(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.fault(
     "the disk of W&B's folder is full",
     group="services",
     does="trains on",
     says="metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
 )
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.heavy), "after"])
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:
     """Before W&B has begun, and after."""
     with in_memory(tmp_path / "wandb", "2m") as folder:

@@ -81,7 +81,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("chain", _marked(SHARDED, "while weights are sent"))
+@pytest.mark.parametrize("chain", _marked(SHARDED))
 def test_of_a_sharded_optimizer_nothing_is_lost_with_a_rank(
     chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
 ) -> None:

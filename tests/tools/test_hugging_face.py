@@ -196,7 +196,7 @@ def test_names_of_classes_come_from_whoever_has_them() -> None:
     "case",
     [
         ("bert", "train.csv", "single_label"),
-        ("llama", "train.csv", "single_label", "model.lora.r=2"),
+        pytest.param(("llama", "train.csv", "single_label", "model.lora.r=2"), marks=pytest.mark.heavy),
         ("bert", "several.csv", "multi_label", "callbacks=ema", "callbacks.ema.evaluate=true"),
         ("bert", "numbers.csv", "regression"),
     ],

@@ -81,6 +81,7 @@ def test_cancelled_it_is_gone_and_stays_so(cluster: Cluster, tmp_path: Path) -> 
     assert int(newest.name.removeprefix("step-")) >= 10
 
 
+@pytest.mark.heavy
 def test_without_one_of_its_nodes_it_goes_on_with_the_same_bits(cluster: Cluster, tmp_path: Path) -> None:
     alone, run_dir = tmp_path / "alone", tmp_path / "run"
     reproducible = ("numerics=reproducible", "model.dropout=0.1")

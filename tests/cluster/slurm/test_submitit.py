@@ -12,7 +12,7 @@ from tests.cluster.slurm.cluster import Cluster
 from tests.cluster.slurm.runs import SETTINGS, STEPS, slow
 from tests.support.commands import TRAIN, logged, metrics, status, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.heavy
 
 
 def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cluster, tmp_path: Path) -> None:
@@ -42,7 +42,6 @@ def test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on(cluster: Cl
     assert f"resuming {sweep}/0/checkpoints/step-{step} at step {step}" in logs
 
 
-@pytest.mark.heavy
 def test_the_reason_of_a_job_that_fails_is_told_where_the_sweep_was_started(cluster: Cluster, tmp_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, str(TRAIN), "-m", "hydra/launcher=slurm", f"hydra.sweep.dir={tmp_path}", "optim.lr=abc"],

@@ -78,7 +78,7 @@ def test_everything_is_looked_at(
         "Disk",
         "Job",
     ]
-    assert text.endswith("Nothing that was looked at is wrong.\n") is (code == 0)
+    assert ("\nNothing that was looked at is wrong." in text) is (code == 0)  # where the machine is busy some is not
     assert list(tmp_path.iterdir()) == []
 
 
