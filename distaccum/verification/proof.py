@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -168,7 +167,7 @@ class GradientProof:
 
     def _by_autograd(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where a rank can hold the whole model; a collective. None where nothing can be told."""
-        road: Any = partial(compare, self._engine, self.records, self._plain, held)
+        road: Callable[..., Comparison] = partial(compare, self._engine, self.records, self._plain, held)
         found = road(divisor=divisor, clip_value=self._clip_value)
         plain = self._plain.parts
         if found.wrong and (hooked := load(HOOKED)(self._engine.unwrapped_model, plain)) is not None:
