@@ -30,7 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Thousands of tests stay as long as their process: each search for garbage would walk over them."""
-    gc.collect()
     gc.freeze()
 
 

@@ -127,7 +127,7 @@ RECIPES = {"Your own loop": "my_loop.py", "Images": "images.py"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_ends_in_a_file_of_predictions(recipe: str, world: int, tmp_path: Path) -> None:
     """Its program as it stands, and once more, which goes on where it ended; most rows are right."""

@@ -19,6 +19,7 @@ from distaccum.distributed.watchdog import trouble_of
 from tests.support.commands import ROOT, environment, free_port, until
 
 _AGENT = Path(__file__).with_name("workers") / "elastic_agent.py"
+ALSO = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _KILLED = "was killed by SIGKILL"
 
 
@@ -192,7 +193,7 @@ def test_a_worker_that_the_others_left_behind_is_killed_and_followed(job: Job) -
     assert agent.poll() is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.heavy) for one in ALSO)])
 def test_told_to_leave_the_workers_do_and_nobody_follows(job: Job, number: signal.Signals) -> None:
     agent = job.start("--nproc=2")
     job.member("0.0.1")

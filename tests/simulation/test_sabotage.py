@@ -37,7 +37,7 @@ from tests.simulation.cells import (
     simulate,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.heavy
 PLAN = Plan(steps=6, save_every=2, keep=2)
 BEHIND = replace(PLAN, background=True, pace=0)  # nothing is written until it is waited for
 Cells = list[tuple[Plan, list[Attempt]]]
