@@ -138,6 +138,7 @@ def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:
     for name in ("step", "backward", "optimizer", "zero_grad"):
         assert "was called by hand" in said[name]
     assert said["between"] == "went through"
+    assert said["lies"].startswith("engine=deepspeed: cannot flatten this model: weight is not contiguous in memory")
     assert "the forward went past the engine" in said["past"]
     assert said["fp16"].startswith("precision=fp16: DeepSpeed does not compute in fp16 on this cpu. Use precision=bf16")
     assert said["describe"].startswith("ZeRO-2: optimizer state and reduced gradients sharded")

@@ -53,6 +53,10 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[
     if len(optimizers) != 1:
         raise ConfigError("engine", "deepspeed", f"steps one optimizer, not {len(optimizers)}", "Join them in one")
     stage = settings.get("zero_optimization", {}).get("stage", 0)
+    if bad := [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]:
+        problem = f"cannot flatten this model: {shorten(bad)} is not contiguous in memory"
+        remedy = "Use engine=zero1, or make it so (channels_last and transposed weights are not: .contiguous())"
+        raise ConfigError("engine", "deepspeed", problem, remedy)
     if stage >= _FIRST_THAT_SHARDS_PARAMETERS and names_set_aside(model):
         problem = "with adapters, whose frozen base checkpoints leave out, it was not tried"
         raise ConfigError("engine.stage", stage, problem, "Use engine.stage=2, or engine=fsdp2 to shard the base")

@@ -534,6 +534,7 @@ def refusals(world: World) -> Any:
 
     floor = wrap(world, 2, "fp16", sgd, scaler=ScalerConfig(min_scale=2.0**8)).facts.min_loss_scale
     engine, model = wrap(world, 2, "fp32", sgd), Model()
+    lies = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: False
     found = {
@@ -544,6 +545,7 @@ def refusals(world: World) -> Any:
         "between": refusal(engine.model.zero_grad),
         "zero_grad": refusal(within_a_window),
         "past": refusal(lambda: engine.backward(torch.ones((), requires_grad=True))),
+        "lies": refusal(lambda: create_engine(lies, sgd(lies.parameters()), world, engine="deepspeed")),
         "fp16": refusal(
             lambda: create_engine(model, sgd(model.parameters()), world, engine="deepspeed", precision="fp16")
         ),
