@@ -114,7 +114,7 @@ class Relations:
         tolerance = _LINEAR_16 if dtype.itemsize < 4 else _LINEAR  # noqa: PLR2004  bytes of fp32
 
         def apply(gradient: Tensor) -> Tensor:
-            given = gradient.to(device=self._engine.device, dtype=dtype)
+            given = gradient.to(device=self._engine.device, dtype=dtype, copy=True)  # a hook may change it in place
             for hook in hooks:
                 given = given if (changed := hook(given)) is None else changed
             return given.detach().double()

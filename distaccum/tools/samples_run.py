@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class SamplesRun:
         map_tensors(batch, lambda tensor: tensors.append(weakref.ref(tensor)))
         self._given.append(tensors)
         self._called.clear()
-        self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+        if not isinstance(self._model, torch.jit.ScriptModule):  # which has no hooks
+            self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, _: Any, args: Any, kwargs: Any) -> None:
         addresses = {_address(leaf) for leaf in tree_flatten((args, kwargs))[0]} - {0}
@@ -63,5 +65,8 @@ class SamplesRun:
 
 
 def _address(tensor: Any) -> int:
-    """Where its memory begins; 0 of what has none of its own."""
-    return tensor.data_ptr() if isinstance(tensor, Tensor) and tensor.layout is torch.strided else 0
+    """Where its memory begins; 0 of what has none of its own, as within torch.func's transforms."""
+    if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        with suppress(RuntimeError):
+            return tensor.data_ptr()
+    return 0

@@ -373,9 +373,11 @@ class Tie(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # what the loss does not read has no gradient, rather than zeros
         ctx.like = token.detach()
-        bases = {id(tensor._base) for tensor in tensors}
+        owners = [id(tensor if tensor._base is None else tensor._base) for tensor in tensors]
+        alone = [owners.count(owner) == 1 for owner in owners]
         # What shares its memory with none of the others may be written into by who gets it.
-        return tuple(one.detach() if one._base is None and id(one) not in bases else one for one in tensors)
+        own = [one.detach() if one._base is None else one.clone() for one in tensors]
+        return tuple(new if free else one for new, free, one in zip(own, alone, tensors, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
