@@ -61,7 +61,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
             problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
             raise ConfigError(key, glob, problem, "Use names as of model.named_modules()")
     if globs:
-        chosen = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
+        named = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
+        chosen = [m for m in named if not isinstance(m, nn.ModuleList | nn.ModuleDict)]  # which have no forward
     else:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
