@@ -157,8 +157,8 @@ class TrainerConfig:
         max_skips: Stop the run after this many skipped steps in a row, once the loss scale cannot shrink any more.
         verify (first | never | int): Steps whose gradient is verified before it is applied: the ``first``, none
             (``never``), or with 1000 the first and every 1000th.
-        verify_allow: Relations that the program breaks on purpose, which then are not looked at: some of ``counts``,
-            ``parts``, ``samples``, ``weights``, ``state``, ``hooks``, ``size``.
+        verify_allow (list[str]): Relations that the program breaks on purpose, which then are not looked at: some of
+            ``counts``, ``parts``, ``samples``, ``weights``, ``state``, ``hooks``, ``size``.
         on_divergence (stop | warn): Reaction to ranks whose weights or optimizer state differ: ``stop`` or ``warn``.
         on_spike (off | warn | skip | rollback): Reaction to an unusually large gradient norm: none (``off``), ``warn``,
             ``skip`` the step, or ``rollback`` to the last checkpoint.
@@ -185,7 +185,7 @@ class TrainerConfig:
     nonfinite: str = "stop"
     max_skips: int = 10
     verify: Any = "first"
-    verify_allow: list[str] = field(default_factory=list)
+    verify_allow: Any = field(default_factory=list)
     on_divergence: str = "stop"
     on_spike: Any = "off"
     spike_zscore: float = 6.0

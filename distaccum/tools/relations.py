@@ -41,11 +41,12 @@ class Relations:
     Args:
         engine: runs the window.
         micro_batches: of this rank.
-        allow: those that a program breaks on purpose, of ``config.checks.RELATIONS``.
     """
 
-    def __init__(self, engine: Engine, micro_batches: int, allow: Sequence[str] = ()) -> None:
-        self._engine, self._world, self._allow = engine, engine.world, allow
+    def __init__(self, engine: Engine, micro_batches: int) -> None:
+        self._engine, self._world = engine, engine.world
+        self.allow: Sequence[str] = ()
+        """Those that a program breaks on purpose, of ``config.checks.RELATIONS``."""
         self._several = micro_batches > 1 or engine.world.size > 1
         self.weights, self.samples = WeightsAtRest(engine), SamplesRun(engine)
         self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
@@ -175,11 +176,11 @@ class Relations:
 
     def _refuse(self, relation: str, problem: str) -> None:
         """Ends the window, unless that is allowed; every rank gives the same."""
-        if problem and relation not in self._allow:
+        if problem and relation not in self.allow:
             raise VerificationError(f"{problem}. No step was made. {closing(relation)}")
 
     def _tell(self, relation: str, problem: str) -> None:
-        if self._world.is_main and relation not in self._allow:
+        if self._world.is_main and relation not in self.allow:
             _log.warning("%s", problem)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -50,18 +50,9 @@ class GradientProof:
         engine: whose step is looked at.
         window: has not begun.
         clip_norm, clip_value: what the engine was told.
-        allow: relations that the window may break.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        window: Window,
-        *,
-        clip_norm: float | None,
-        clip_value: float | None,
-        allow: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, engine: Engine, window: Window, *, clip_norm: float | None, clip_value: float | None) -> None:
         self.conclusive = False
         """Whether no other window is to be tried: the gradient was compared and found right, or cannot be compared."""
         self.summary = ""
@@ -70,7 +61,7 @@ class GradientProof:
         """Whether :attr:`summary` tells of a gradient that is right only if the loss's is no slope by design."""
         self._engine, self._world = engine, engine.world
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self.records = RecordedWindow(engine, window, allow)
+        self.records = RecordedWindow(engine, window)
         """What is noted of the window."""
         self._plain = PlainGradient(engine, self.records)
         self._problem = ""  # of this rank: why the gradient cannot be compared

@@ -23,10 +23,9 @@ class RecordedWindow:
     Args:
         engine: runs it.
         window: has not begun.
-        allow: relations that it may break.
     """
 
-    def __init__(self, engine: Engine, window: Window, allow: Sequence[str] = ()) -> None:
+    def __init__(self, engine: Engine, window: Window) -> None:
         self.window = window
         self.loss: Loss | None = None
         """What the forwards are run again with; None where they cannot be."""
@@ -47,7 +46,7 @@ class RecordedWindow:
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
-        self.relations = load(RELATIONS)(engine, len(window.micro_batches), allow)
+        self.relations = load(RELATIONS)(engine, len(window.micro_batches))
         """What holds while it runs, whatever it computes."""
         self._engine = engine
 

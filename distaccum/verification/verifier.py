@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -129,8 +129,9 @@ class Verifier(WindowHook):
         """The proof of a window that has not begun."""
         from distaccum.verification.proof import GradientProof  # noqa: PLC0415  for the windows that are verified
 
-        clips: Any = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
-        return GradientProof(self._engine, window, **clips, allow=self._allow)
+        proof = GradientProof(self._engine, window, clip_norm=self._clip_norm, clip_value=self._clip_value)
+        proof.records.relations.allow = self._allow
+        return proof
 
     def prove(self, window: Window, loss: Loss) -> GradientProof:
         """Begins a proof of a window that has not begun, by running it again with ``loss``; a collective."""
