@@ -23,15 +23,14 @@ pytestmark = [pytest.mark.slow, needs("deepspeed")]
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
-UPDATED = {"fp32": 1e-6, "bf16": 6e-3, "fp16": 3e-4}  # of the weights after 20 updates
-QUICK = ("nonfinite", "reductions", "resume", "refusals", "ends", "older")
-SLOW = ("exact", "variants", "offload", "adamw", "accumulation", "given_up", "weights")
+QUICK = ("reductions", "resume", "refusals", "ends", "older")
+SLOW = ("variants", "offload", "accumulation", "given_up")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What two ranks found, all in one launch."""
-    return launch(2, tmp_path_factory.mktemp("deepspeed"), *SLOW)
+    return launch(tmp_path_factory.mktemp("deepspeed"))
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +39,10 @@ def quick() -> Any:
     return answer("deepspeed_engine", *QUICK, warm="deepspeed", timeout=280)
 
 
-def launch(world: int, folder: Path, *parts: str) -> Mapping[str, Any]:
-    """Runs the worker under torchrun, with one process too, as DeepSpeed wants it; its imports say nothing either."""
+def launch(folder: Path) -> Mapping[str, Any]:
+    """Runs the worker under torchrun; its imports say nothing either."""
     result = folder / "result.json"
-    arguments = ("--standalone", f"--nproc-per-node={world}", WORKER, result, *parts)
+    arguments = ("--standalone", "--nproc-per-node=2", WORKER, result, *SLOW)
     finished = run_script(*arguments, script=TORCHRUN, warm="torch", timeout=280, PYTHONPATH=str(ROOT))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     noise = [line for line in (finished.stdout + finished.stderr).splitlines() if "OMP_NUM_THREADS" not in line]
@@ -56,7 +55,7 @@ TORCHRUN = Path(__import__("torch.distributed.run", fromlist=["run"]).__file__)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("part", ["exact", "variants", "offload"])
+@pytest.mark.parametrize("part", ["variants", "offload"])
 def test_a_window_is_the_whole_batchs_gradient(found: Mapping[str, Any], part: str) -> None:
     for cell, errors in found[part].items():
         bound = TOLERANCE[cell.split()[1]]
@@ -65,30 +64,11 @@ def test_a_window_is_the_whole_batchs_gradient(found: Mapping[str, Any], part: s
 
 
 @pytest.mark.heavy
-def test_one_rank_is_exact_too(tmp_path: Path) -> None:
-    found = launch(1, tmp_path, "exact")
-    for cell, errors in found["exact"].items():
-        assert errors["gradient"] <= TOLERANCE[cell.split()[1]], cell
-
-
-@pytest.mark.heavy
-def test_twenty_updates_follow_textbook_adamw(found: Mapping[str, Any]) -> None:
-    assert len(found["adamw"]) == 12
-    for cell, error in found["adamw"].items():
-        assert error <= UPDATED[cell.split()[1]], cell
-
-
-@pytest.mark.heavy
 def test_gradients_add_up_in_fp32(found: Mapping[str, Any]) -> None:
     """ZeRO-2 rounds once, where it fills its buckets."""
     errors = found["accumulation"]
     assert max(errors[stage] for stage in "013") <= 1e-6
     assert errors["2"] <= 2.0**-9
-
-
-def test_nan_touches_nothing(quick: Mapping[str, Any]) -> None:
-    assert len(quick["nonfinite"]) == 8
-    assert all(all(seen.values()) for seen in quick["nonfinite"].values()), quick["nonfinite"]
 
 
 @pytest.mark.heavy
@@ -125,12 +105,6 @@ def test_no_stage_rounds_a_gradient_to_16_bits() -> None:
     found = answer("deepspeed_formats", world=3, warm="deepspeed")
     assert max(found["frozen"]) <= 1e-6, found
     assert max(found["bf16"]) <= 1e-6, found
-
-
-@pytest.mark.heavy
-def test_weights_move_between_stages(found: Mapping[str, Any]) -> None:
-    assert len(found["weights"]) == 12
-    assert all(found["weights"].values()), found["weights"]
 
 
 def test_mistakes_are_refused_by_name(quick: Mapping[str, Any]) -> None:

@@ -69,13 +69,11 @@ def hold(found: Sequence[Mapping[str, Any]], stage: int) -> None:
         said = [own[f"{name} {stage}"] for own in found]
         assert any(message in text for text in said), (name, said)
         assert all(message in text or text.startswith(OTHER_RANK) for text in said), (name, said)
-    for precision in ("fp32", "bf16"):
-        assert all(own.get(f"resumed {precision} {stage}", True) is True for own in found)
 
 
 def test_stage_0_and_some_of_stage_3_are_exact_or_refused() -> None:
     found = answer("deepspeed_programs", 0, "3few", warm="deepspeed", timeout=280)
-    assert len(found[0]) == 31 + 8
+    assert len(found[0]) == 29 + 7
     hold(found, 0)
     hold(found, 3)
     assert "ranks ran different modules in this step" in found[0]["used by some samples 3"]

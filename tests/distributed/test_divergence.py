@@ -98,11 +98,3 @@ def test_every_engine_compares_what_it_holds_twice(
         pytest.importorskip("deepspeed")
     options = DEEPSPEED if "deepspeed" in engine[0] else {}
     assert named in expect_found_and_resumed(tmp_path, what, 8, 4, *engine, **options)
-
-
-@pytest.mark.heavy
-def test_a_run_may_be_told_to_go_on(tmp_path: Path) -> None:
-    given = (*SETTINGS, "trainer.on_divergence=warn", f"hydra.run.dir={tmp_path / 'run'}")
-    finished = succeed(*given, *moving(tmp_path, "exp_avg", 8), world=2, PYTHONPATH=str(ROOT))
-    assert finished.stderr.count("the optimizers' state is no longer the same") == 1
-    assert status(tmp_path / "run")["state"] == "done"

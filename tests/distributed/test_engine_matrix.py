@@ -46,9 +46,11 @@ def _wrong(errors: dict[Cell, float]) -> dict[Cell, float]:
 
 @pytest.mark.parametrize("warm", ["distaccum", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_covering_set_of_cells(warm: str) -> None:
-    """In two parts: those of DeepSpeed, and the others."""
+    """In two parts: those of DeepSpeed, and the others. What is as exact as fp32 did not compute in 16 bits."""
     cells = [cell for cell in covering_set() if cell.engine.startswith("deepspeed") == (warm == "deepspeed")]
-    assert not _wrong(_errors(cells, 2, timeout=150, warm=warm))
+    errors = _errors(cells, 2, timeout=150, warm=warm)
+    assert not _wrong(errors)
+    assert min(error for cell, error in errors.items() if cell.precision != "fp32") > 1e-5
 
 
 @pytest.mark.heavy

@@ -10,89 +10,74 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.mutants.gradient import Mutant, largest_error
+from tests.mutants.gradient import Mutant, largest_error, one
 from tests.support.commands import ROOT
 from tests.support.engine_matrix import ENGINES, Cell
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_matrix.py"
+
+
+def _one(engine: str, precision: str, name: str, *edit: str) -> tuple[str, str, Mutant]:
+    return engine, precision, one(name, *edit)
+
+
 # Of each mutant: the engine and the number format to look at it in.
 MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
-    (
+    _one(
         "ddp",
         "bf16",
-        Mutant(
-            "ddp: buckets are averaged",
-            (("engines/ddp/reducer.py", "(self._dtype, self.divisor)", "(self._dtype, self._world.size)"),),
-        ),
+        "ddp: buckets are averaged",
+        "engines/ddp/reducer.py",
+        "(self._dtype, self.divisor)",
+        "(self._dtype, self._world.size)",
     ),
-    (
+    _one(
         "zero1",
         "fp32",
-        Mutant(
-            "zero1: what each rank has stepped is not broadcast",
-            (("engines/ddp/zero1.py", "        self.broadcast()", "        pass"),),
-        ),
+        "zero1: what each rank has stepped is not broadcast",
+        "engines/ddp/zero1.py",
+        "        self.broadcast()",
+        "        pass",
     ),
-    (
+    _one(
         "zero1",
         "fp32",
-        Mutant(
-            "zero1: only the last rank's part is broadcast",
-            (
-                (
-                    "engines/ddp/zero1.py",
-                    "for rank, buffer in self._flat_buffers]",
-                    "for rank, buffer in self._flat_buffers[-1:]]",
-                ),
-            ),
-        ),
+        "zero1: only the last rank's part is broadcast",
+        "engines/ddp/zero1.py",
+        "for rank, buffer in self._flat_buffers]",
+        "for rank, buffer in self._flat_buffers[-1:]]",
     ),
-    (
+    _one(
         "ddp",
         "bf16-weights",
-        Mutant(
-            "ddp: the masters are made their roundings",
-            (
-                (
-                    "engines/ddp/masters.py",
-                    "            torch._foreach_copy_(places, masters)\n",
-                    (
-                        "            torch._foreach_copy_(places, masters)\n"
-                        "            torch._foreach_copy_(masters, places)\n"
-                    ),
-                ),
-            ),
-        ),
+        "ddp: the masters are made their roundings",
+        "engines/ddp/masters.py",
+        "            torch._foreach_copy_(places, masters)\n",
+        ("            torch._foreach_copy_(places, masters)\n            torch._foreach_copy_(masters, places)\n"),
     ),
-    (
+    _one(
         "zero1",
         "bf16-weights",
-        Mutant(
-            "zero1: weights are sent before they are rounded",
-            (
-                (
-                    "engines/ddp/zero1.py",
-                    "        super().after_step()\n        self.broadcast()",
-                    "        self.broadcast()\n        super().after_step()",
-                ),
-            ),
-        ),
+        "zero1: weights are sent before they are rounded",
+        "engines/ddp/zero1.py",
+        "        super().after_step()\n        self.broadcast()",
+        "        self.broadcast()\n        super().after_step()",
     ),
-    (
+    _one(
         "fsdp2 boundary",
         "bf16",
-        Mutant(
-            "fsdp2: the loss is weighed as for an average",
-            (("engines/fsdp2/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
-        ),
+        "fsdp2: the loss is weighed as for an average",
+        "engines/fsdp2/engine.py",
+        "gradient_divide_factor=1,",
+        "gradient_divide_factor=world.size,",
     ),
-    (
+    _one(
         "fsdp2 every",
         "fp16",
-        Mutant(
-            "fsdp2: its own division left in",
-            (("engines/fsdp2/engine.py", "        sharded.set_gradient_divide_factor(1.0)\n", ""),),
-        ),
+        "fsdp2: its own division left in",
+        "engines/fsdp2/engine.py",
+        "        sharded.set_gradient_divide_factor(1.0)\n",
+        "",
     ),
     (
         "fsdp2 boundary",
@@ -105,13 +90,13 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             ),
         ),
     ),
-    (
+    _one(
         "fsdp2 boundary",
         "fp32",
-        Mutant(
-            "fsdp2: missing micro-steps are not replayed",
-            (("engines/uneven_inputs.py", "return most - micro_steps", "return 0"),),
-        ),
+        "fsdp2: missing micro-steps are not replayed",
+        "engines/uneven_inputs.py",
+        "return most - micro_steps",
+        "return 0",
     ),
     (
         "fsdp2 every",
@@ -143,21 +128,21 @@ MUTANTS: tuple[tuple[str, str, Mutant], ...] = (
             ),
         ),
     ),
-    (
+    _one(
         "deepspeed 3",
         "bf16",
-        Mutant(
-            "deepspeed: its averaging forgotten",
-            (("engines/deepspeed/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
-        ),
+        "deepspeed: its averaging forgotten",
+        "engines/deepspeed/engine.py",
+        "gradient_divide_factor=1,",
+        "gradient_divide_factor=world.size,",
     ),
-    (
+    _one(
         "deepspeed 2",
         "fp16",
-        Mutant(
-            "deepspeed: in fp16 the average is not made a sum",
-            (("engines/deepspeed/engine.py", "divisor / self._world.size", "divisor"),),
-        ),
+        "deepspeed: in fp16 the average is not made a sum",
+        "engines/deepspeed/engine.py",
+        "divisor / self._world.size",
+        "divisor",
     ),
 )
 

@@ -33,6 +33,11 @@ class Mutant:
     edits: tuple[tuple[str, str, str], ...]
 
 
+def one(name: str, file: str, old: str, new: str) -> Mutant:
+    """That edits one place."""
+    return Mutant(name, ((file, old, new),))
+
+
 MUTANTS = (
     Mutant(
         "mean of means",
@@ -55,22 +60,20 @@ MUTANTS = (
             ),
         ),
     ),
-    Mutant(
+    one(
         "division by the planned instead of the actual count",
+        "data/loader.py",
+        "counts, _ = counter.all_reduce(micro_batches, error=error)",
         (
-            (
-                "data/loader.py",
-                "counts, _ = counter.all_reduce(micro_batches, error=error)",
-                (
-                    "counts, _ = counter.all_reduce(micro_batches, error=error)\n"
-                    "            counts = {n: c * len(cut.window(0)) / len(cut.window(k)) for n, c in counts.items()}"
-                ),
-            ),
+            "counts, _ = counter.all_reduce(micro_batches, error=error)\n"
+            "            counts = {n: c * len(cut.window(0)) / len(cut.window(k)) for n, c in counts.items()}"
         ),
     ),
-    Mutant(
+    one(
         "the engine's averaging forgotten",
-        (("engines/ddp/engine.py", "gradient_divide_factor=1,", "gradient_divide_factor=world.size,"),),
+        "engines/ddp/engine.py",
+        "gradient_divide_factor=1,",
+        "gradient_divide_factor=world.size,",
     ),
     Mutant(
         "sync on a wrong micro-step",
@@ -79,9 +82,11 @@ MUTANTS = (
             ("accumulation/open_window.py", "sync=self._left == 1", "sync=self._left == len(self)"),
         ),
     ),
-    Mutant(
+    one(
         "a leaked tail",
-        (("engines/ddp/engine.py", "        self.zero_gradients()\n        return output", "        return output"),),
+        "engines/ddp/engine.py",
+        "        self.zero_gradients()\n        return output",
+        "        return output",
     ),
 )
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.mutants.gradient import Mutant
+from tests.mutants.gradient import Mutant, one
 from tests.mutants.guards import package
 from tests.support.commands import ROOT, environment
 
@@ -47,6 +47,12 @@ _ALIAS = "self.sums[node] = list(tensors)"
 _ON_UPDATE = "    def on_update(self, run: Run, outcome: Outcome) -> None:\n"
 _ON_SKIP = "    def on_skip(self, run: Run, outcome: Outcome) -> None:\n        "
 _ASIDE = "    vars(model)[_ATTRIBUTE] = FrozenBase(names)\n"
+
+
+def _one(test: str, name: str, file: str, old: str, new: str) -> tuple[str, Mutant]:
+    return test, one(name, file, old, new)
+
+
 # Of each mutant: the test that notices it.
 MUTANTS: tuple[tuple[str, Mutant], ...] = (
     (
@@ -73,160 +79,103 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
         ),
     ),
-    (
+    _one(
         ADDS_UP,
-        Mutant(
-            "masters: made their roundings after each step",
-            (
-                (
-                    "engines/ddp/masters.py",
-                    "            torch._foreach_copy_(places, masters)\n",
-                    (
-                        "            torch._foreach_copy_(places, masters)\n"
-                        "            torch._foreach_copy_(masters, places)\n"
-                    ),
-                ),
-            ),
-        ),
+        "masters: made their roundings after each step",
+        "engines/ddp/masters.py",
+        "            torch._foreach_copy_(places, masters)\n",
+        ("            torch._foreach_copy_(places, masters)\n            torch._foreach_copy_(masters, places)\n"),
     ),
-    (
+    _one(
         ADDS_UP,
-        Mutant(
-            "masters: a checkpoint has the roundings",
-            (
-                (
-                    "engines/ddp/masters.py",
-                    "found[name] = self._masters[id(weight)].detach()",
-                    "found[name] = weight.detach().float()",
-                ),
-            ),
-        ),
+        "masters: a checkpoint has the roundings",
+        "engines/ddp/masters.py",
+        "found[name] = self._masters[id(weight)].detach()",
+        "found[name] = weight.detach().float()",
     ),
-    (
+    _one(
         RESUMED,
-        Mutant(
-            "masters: a resume begins with the roundings",
-            (
-                (
-                    "engines/ddp/masters.py",
-                    "self._masters[id(weight)].copy_(model[name])",
-                    "self._masters[id(weight)].copy_(weight)",
-                ),
-            ),
-        ),
+        "masters: a resume begins with the roundings",
+        "engines/ddp/masters.py",
+        "self._masters[id(weight)].copy_(model[name])",
+        "self._masters[id(weight)].copy_(weight)",
     ),
-    (
+    _one(
         f"{APPLIED}[constant]",
-        Mutant(
-            "average: moves with skipped windows too",
-            (("train/ema.py", _ON_UPDATE, f"{_ON_SKIP}self.on_update(run, outcome)\n\n{_ON_UPDATE}"),),
-        ),
+        "average: moves with skipped windows too",
+        "train/ema.py",
+        _ON_UPDATE,
+        f"{_ON_SKIP}self.on_update(run, outcome)\n\n{_ON_UPDATE}",
     ),
-    (
+    _one(
         f"{APPLIED}[warm-up]",
-        Mutant(
-            "average: its warm-up counts skipped windows",
-            (("train/ema.py", _ON_UPDATE, f"{_ON_SKIP}self._updates += 1\n\n{_ON_UPDATE}"),),
-        ),
+        "average: its warm-up counts skipped windows",
+        "train/ema.py",
+        _ON_UPDATE,
+        f"{_ON_SKIP}self._updates += 1\n\n{_ON_UPDATE}",
     ),
-    (
+    _one(
         f"{EMA}test_a_resumed_run_goes_on_bit_by_bit",
-        Mutant(
-            "average: begins anew with a resume",
-            (("train/ema.py", "    average.load(TensorFiles(folder, KIND))\n", ""),),
-        ),
+        "average: begins anew with a resume",
+        "train/ema.py",
+        "    average.load(TensorFiles(folder, KIND))\n",
+        "",
     ),
-    (
+    _one(
         f"{EMA}test_the_average_is_evaluated_and_the_weights_put_back",
-        Mutant(
-            "average: stays in the model after an evaluation",
-            (
-                (
-                    "train/ema.py",
-                    "            for average, weight in exchanged:\n                _exchange(average, weight)\n",
-                    "",
-                ),
-            ),
-        ),
+        "average: stays in the model after an evaluation",
+        "train/ema.py",
+        "            for average, weight in exchanged:\n                _exchange(average, weight)\n",
+        "",
     ),
-    (
+    _one(
         f"{ALONE}[ddp-1-rotary]",
-        Mutant(
-            "packing: the mask of documents left out",
-            (
-                (
-                    "models/gpt.py",
-                    "mask = None if position_ids is None else documents_mask(position_ids)",
-                    "mask = None",
-                ),
-            ),
-        ),
+        "packing: the mask of documents left out",
+        "models/gpt.py",
+        "mask = None if position_ids is None else documents_mask(position_ids)",
+        "mask = None",
     ),
-    (
+    _one(
         f"{ALONE}[fsdp2-2-rotary]",
-        Mutant(
-            "packing: positions go on from document to document",
-            (
-                (
-                    "data/packing.py",
-                    "positions[place, begin:end] = torch.arange(lengths[i])",
-                    "positions[place, begin:end] = torch.arange(begin, end)",
-                ),
-            ),
-        ),
+        "packing: positions go on from document to document",
+        "data/packing.py",
+        "positions[place, begin:end] = torch.arange(lengths[i])",
+        "positions[place, begin:end] = torch.arange(begin, end)",
     ),
-    (
+    _one(
         f"{ALONE}[ddp-1-learned]",
-        Mutant(
-            "packing: learned positions are those of the row",
-            (
-                (
-                    "models/gpt.py",
-                    "            x = x + self.positions(position_ids)\n",
-                    "            x = x + self.positions.weight[:length]\n",
-                ),
-            ),
-        ),
+        "packing: learned positions are those of the row",
+        "models/gpt.py",
+        "            x = x + self.positions(position_ids)\n",
+        "            x = x + self.positions.weight[:length]\n",
     ),
-    (
+    _one(
         f"{ALONE}[ddp-2-rotary]",
-        Mutant(
-            "packing: the rest of a row has labels",
-            (
-                (
-                    "data/packing.py",
-                    "labels = torch.full(shape, IGNORED, dtype=torch.int64)",
-                    "labels = torch.zeros(shape, dtype=torch.int64)",
-                ),
-            ),
-        ),
+        "packing: the rest of a row has labels",
+        "data/packing.py",
+        "labels = torch.full(shape, IGNORED, dtype=torch.int64)",
+        "labels = torch.zeros(shape, dtype=torch.int64)",
     ),
-    (
+    _one(
         CAUSAL,
-        Mutant(
-            "packing: a document's first token is predicted from the document before",
-            (("data/packing.py", "                if self._shifted:\n", "                if False:\n"),),
-        ),
+        "packing: a document's first token is predicted from the document before",
+        "data/packing.py",
+        "                if self._shifted:\n",
+        "                if False:\n",
     ),
-    (
+    _one(
         f"{PACKING}test_a_model_that_does_not_tell_documents_apart_is_refused",
-        Mutant(
-            "packing: models that do not tell documents apart are taken",
-            (("train/packing.py", "    if not torch.equal(said[0], said[1]):\n", "    if False:\n"),),
-        ),
+        "packing: models that do not tell documents apart are taken",
+        "train/packing.py",
+        "    if not torch.equal(said[0], said[1]):\n",
+        "    if False:\n",
     ),
-    (
+    _one(
         LORA,
-        Mutant(
-            "adapters: their base is reduced and trained too",
-            (
-                (
-                    "engines/state.py",
-                    _ASIDE,
-                    f"{_ASIDE}    for parameter in model.parameters():\n        parameter.requires_grad_()\n",
-                ),
-            ),
-        ),
+        "adapters: their base is reduced and trained too",
+        "engines/state.py",
+        _ASIDE,
+        f"{_ASIDE}    for parameter in model.parameters():\n        parameter.requires_grad_()\n",
     ),
     (
         LORA,
@@ -246,122 +195,106 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
             ),
         ),
     ),
-    (
+    _one(
         f"{ADAPTERS}test_adapters_alone_are_saved_and_the_base_does_not_move[fp32]",
-        Mutant(
-            "adapters: their base is saved too",
-            (
-                (
-                    "engines/state.py",
-                    'aside."""\n    aside = names_set_aside(model)\n',
-                    'aside."""\n    aside = frozenset()\n',
-                ),
-            ),
-        ),
+        "adapters: their base is saved too",
+        "engines/state.py",
+        'aside."""\n    aside = names_set_aside(model)\n',
+        'aside."""\n    aside = frozenset()\n',
     ),
-    (
+    _one(
         f"{ADAPTERS}test_another_base_is_refused",
-        Mutant(
-            "adapters: another base is taken",
-            (
-                (
-                    "train/adapters.py",
-                    'if not now or before.get("digest") == here.get("digest"):',
-                    "if not now or before:",
-                ),
-            ),
-        ),
+        "adapters: another base is taken",
+        "train/adapters.py",
+        'if not now or before.get("digest") == here.get("digest"):',
+        "if not now or before:",
     ),
     *(
-        (test, Mutant(f"memory: {name}", (edit,)))
-        for test, name, edit in (
+        _one(test, f"memory: {name}", *edit)
+        for test, name, *edit in (
             (
                 ANYWHERE,
                 "what the window has added before stays",
-                ("accumulation/restart.py", "            engine.zero_gradients()\n", "            pass\n"),
+                "accumulation/restart.py",
+                "            engine.zero_gradients()\n",
+                "            pass\n",
             ),
             (
                 ANYWHERE,
                 "a shape that is not known to fit reduces as it goes",
-                (
-                    "accumulation/restart.py",
-                    "engine.defer_reduction = bool(shapes) and not marks.is_proven(",
-                    "engine.defer_reduction = False and not marks.is_proven(",
-                ),
+                "accumulation/restart.py",
+                "engine.defer_reduction = bool(shapes) and not marks.is_proven(",
+                "engine.defer_reduction = False and not marks.is_proven(",
             ),
             (
                 ANYWHERE,
                 "a part is left out",
-                (
-                    "accumulation/restart.py",
-                    "cut(whole.batch, start, stop, rows[i])\n",
-                    "cut(whole.batch, 0, stop - start, rows[i])\n",
-                ),
+                "accumulation/restart.py",
+                "cut(whole.batch, start, stop, rows[i])\n",
+                "cut(whole.batch, 0, stop - start, rows[i])\n",
             ),
             (
                 f"{MEMORY}a_boundary_that_has_begun_to_reduce_is_given_up_on_all_ranks",
                 "a boundary that has begun to reduce begins again",
-                (
-                    "accumulation/restart.py",
-                    "            if engine.restart is Restart.TOO_LATE:\n",
-                    "            if False:\n",
-                ),
+                "accumulation/restart.py",
+                "            if engine.restart is Restart.TOO_LATE:\n",
+                "            if False:\n",
             ),
             (
                 f"{REFUSED}memory_that_is_over_in_the_optimizers_step_is_an_error",
                 "a window begins again that was stepped on",
-                ("accumulation/restart.py", "stepped = engine.activity.phase is Phase.STEP", "stepped = False"),
+                "accumulation/restart.py",
+                "stepped = engine.activity.phase is Phase.STEP",
+                "stepped = False",
             ),
             (
                 f"{REFUSED}hooks_on_parameters_do_not_see_a_reduction_that_follows_the_backward",
                 "a user's hooks see the reduction's zeros",
-                ("engines/ddp/reducer.py", "        hooks.clear()\n", "        pass\n"),
+                "engines/ddp/reducer.py",
+                "        hooks.clear()\n",
+                "        pass\n",
             ),
             (
                 f"{MARKS}test_a_failure_takes_the_proof_of_what_is_no_smaller_and_what_runs_after_all_is_not_too_large",
                 "the mark is not lowered",
-                (
-                    "engines/memory_marks.py",
-                    "        if apart and shape.rows > 1 and not self.is_too_large(shape):\n",
-                    "        if apart and shape.rows > 1 and not self._proven and not self.is_too_large(shape):\n",
-                ),
+                "engines/memory_marks.py",
+                "        if apart and shape.rows > 1 and not self.is_too_large(shape):\n",
+                "        if apart and shape.rows > 1 and not self._proven and not self.is_too_large(shape):\n",
             ),
             (
                 f"{LESS}a_sharded_run_goes_on_with_less[engine=fsdp2]",
                 "each rank cuts what it has found too large itself",
-                (
-                    "train/micro_batch.py",
-                    "for shape in json.loads(world.broadcast_str(json.dumps(shapes)))]",
-                    "for shape in json.loads(world.broadcast_str(json.dumps(shapes))) if world.is_main]",
-                ),
+                "train/micro_batch.py",
+                "for shape in json.loads(world.broadcast_str(json.dumps(shapes)))]",
+                "for shape in json.loads(world.broadcast_str(json.dumps(shapes))) if world.is_main]",
             ),
             (
                 f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
                 "what was refused is a mark all the same",
-                ("accumulation/restart.py", "self._marks.fail(shape, apart=not why)", "self._marks.fail(shape)"),
+                "accumulation/restart.py",
+                "self._marks.fail(shape, apart=not why)",
+                "self._marks.fail(shape)",
             ),
             (
                 f"{REFUSED}two_windows_of_rising_retries_lower_the_mark",
                 "a loss that is no sum is cut",
-                ("accumulation/restart.py", "if not why_whole(self._engine, plan, i, loss):", "if True:"),
+                "accumulation/restart.py",
+                "if not why_whole(self._engine, plan, i, loss):",
+                "if True:",
             ),
             (
                 "tests/unit/verification/test_parts.py::test_what_may_not_be_cut_is_told",
                 "losses alone are looked at",
-                (
-                    "verification/parts.py",
-                    "        said = gradients_differ(",
-                    "        said = False and gradients_differ(",
-                ),
+                "verification/parts.py",
+                "        said = gradients_differ(",
+                "        said = False and gradients_differ(",
             ),
             (
                 f"{MEMORY}parts_with_dropout_draw_as_micro_batches_of_their_own",
                 "a part draws with the key of the whole",
-                (
-                    "accumulation/restart.py",
-                    "keys=[window.own_key(i, start) or 0 for",
-                    "keys=[window.own_key(i, 0) or 0 for",
-                ),
+                "accumulation/restart.py",
+                "keys=[window.own_key(i, start) or 0 for",
+                "keys=[window.own_key(i, 0) or 0 for",
             ),
         )
     ),
@@ -443,54 +376,58 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         }.items()
     ),
     *(
-        (test, Mutant(f"elastic: {name}", (edit,)))
-        for test, name, edit in (
+        _one(test, f"elastic: {name}", *edit)
+        for test, name, *edit in (
             (
                 MIRRORED,
                 "a step that is not made leaves its weights",
-                ("elastic/engine/mirror.py", "weights = self._before if self._steps else {", "weights = {"),
+                "elastic/engine/mirror.py",
+                "weights = self._before if self._steps else {",
+                "weights = {",
             ),
             (
                 MIRRORED,
                 "a step that is not made moves the loss scale",
-                ("elastic/engine/mirror.py", "scaler = self._scaler if self._steps else self", "scaler = self"),
+                "elastic/engine/mirror.py",
+                "scaler = self._scaler if self._steps else self",
+                "scaler = self",
             ),
             (
                 MIRRORED,
                 "the predecessor's state is not kept",
-                ("elastic/engine/mirror.py", "self._sent, self._received = self._next", "self._sent, _ = self._next"),
+                "elastic/engine/mirror.py",
+                "self._sent, self._received = self._next",
+                "self._sent, _ = self._next",
             ),
             (
                 MIRROR_SEARCH,
                 "who is behind goes on with the state of before",
-                ("elastic/run/hand_over.py", "else carried.shares.ahead", "else carried.shares.now"),
+                "elastic/run/hand_over.py",
+                "else carried.shares.ahead",
+                "else carried.shares.now",
             ),
             (
                 MIRROR_SEARCH,
                 "what was dealt before is forgotten at once",
-                ("elastic/engine/shares.py", "now=self.now | before.now", "now=self.now"),
+                "elastic/engine/shares.py",
+                "now=self.now | before.now",
+                "now=self.now",
             ),
         )
     ),
-    (
+    _one(
         COUNTS,
-        Mutant(
-            "reproducible: counts are rounded where they are summed",
-            (
-                (
-                    "data/counter.py",
-                    "whole = sum(round(math.ldexp(number, _SCALE)) for number in each)",
-                    "whole = round(math.ldexp(sum(each), _SCALE))",
-                ),
-            ),
-        ),
+        "reproducible: counts are rounded where they are summed",
+        "data/counter.py",
+        "whole = sum(round(math.ldexp(number, _SCALE)) for number in each)",
+        "whole = round(math.ldexp(sum(each), _SCALE))",
     ),
-    (
+    _one(
         EVALUATED,
-        Mutant(
-            "reproducible: scores are added rank by rank",
-            (("train/evaluate.py", "            if self._batches:\n", "            if False:\n"),),
-        ),
+        "reproducible: scores are added rank by rank",
+        "train/evaluate.py",
+        "            if self._batches:\n",
+        "            if False:\n",
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from tests.distributed.workers.engine_overflow import CASES
-from tests.mutants.gradient import Mutant, survivors
+from tests.mutants.gradient import Mutant, one, survivors
 from tests.support.commands import ROOT
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "engine_overflow.py"
@@ -30,15 +30,11 @@ MUTANTS = (
             ("engines/optimizer_step.py", "            scaler.advance(1.0 - finite)", "            pass"),
         ),
     ),
-    Mutant(
+    one(
         "clipping before unscaling",
-        (
-            (
-                "engines/optimizer_step.py",
-                "excess = ((norm + _CLIP_EPSILON)",
-                "excess = ((norm * (1.0 if scale is None else scale) + _CLIP_EPSILON)",
-            ),
-        ),
+        "engines/optimizer_step.py",
+        "excess = ((norm + _CLIP_EPSILON)",
+        "excess = ((norm * (1.0 if scale is None else scale) + _CLIP_EPSILON)",
     ),
     Mutant(
         "every rank decides by its own gradients, before the reduction",
@@ -66,25 +62,17 @@ MUTANTS = (
             ("accumulation/tracker.py", "self._world.all_gather_names(own) if together else own", "own"),
         ),
     ),
-    Mutant(
+    one(
         "step and rate move on a skip",
-        (
-            (
-                "accumulation/tracker.py",
-                "applied, finite, tokens = outcome.applied, outcome.finite,",
-                "applied, finite, tokens = True, outcome.finite,",
-            ),
-        ),
+        "accumulation/tracker.py",
+        "applied, finite, tokens = outcome.applied, outcome.finite,",
+        "applied, finite, tokens = True, outcome.finite,",
     ),
-    Mutant(
+    one(
         "a scale without a floor",
-        (
-            (
-                "precision/loss_scale.py",
-                "self._scale.mul_(factor).clamp_(self.min_scale, self.max_scale)",
-                "self._scale.mul_(factor).clamp_(max=self.max_scale)",
-            ),
-        ),
+        "precision/loss_scale.py",
+        "self._scale.mul_(factor).clamp_(self.min_scale, self.max_scale)",
+        "self._scale.mul_(factor).clamp_(max=self.max_scale)",
     ),
 )
 

@@ -7,11 +7,10 @@ plain torch in fp32 (two numbers); or the message with which it was refused.
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -162,7 +161,6 @@ class Program:
     inside: Callable[[Any, int, Batch], Any] = lambda _, __, ___: None
     after: Callable[[Any, Batch], Any] = lambda _, __: None
     leaves: str = ""  # the second window is abandoned in this phase
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LeftWindowError(Exception):
@@ -223,7 +221,6 @@ def accumulator(model: nn.Module, program: Program, stage: int, world: World) ->
         count=lambda batch: len(batch[0]),
         engine=DeepSpeedConfig(stage=stage, json={"zero_optimization": zero} if zero else None),
         world=world,
-        **program.options,
     )
 
 
@@ -329,32 +326,6 @@ def _logits(output: Any) -> Any:
     return output.logits
 
 
-def resumed(stage: int, world: World, precision: str) -> bool:
-    """Two windows, the state through ``torch.save``, and two more on other weights: bit by bit as four."""
-
-    def go(steps: int, state: Any, seed: int) -> Accumulator:
-        torch.manual_seed(seed)
-        acc = accumulator(
-            Net(), Program(options={"schedule": lambda k: 1 / (1 + k), "precision": precision}), stage, world
-        )
-        if state is not None:
-            acc.load_state_dict(state)
-        for window in acc.windows(loader(Program())):
-            for micro in window:
-                with acc.accumulate():
-                    acc.backward(square(acc.model, micro.batch))
-            if acc.progress.step == steps:
-                break
-        return acc
-
-    file = io.BytesIO()
-    torch.save(go(2, None, 0).state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    ends = [acc.state_dict()["model"] for acc in (go(4, None, 0), go(4, state, 1))]
-    return all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-
-
 def said(action: Callable[[], Any]) -> Any:
     """What it returns, or the message of an error; torch's own with its type."""
     try:
@@ -377,8 +348,6 @@ def main() -> None:
             if stage == 3 and program.inside is backward_past:
                 continue  # the other rank waits until this one, which raises, has ended
             found[f"{name} {stage}"] = said(partial(run, program, stage, world))
-        for precision in ("fp32",) if few else ("fp32", "bf16"):
-            found[f"resumed {precision} {stage}"] = resumed(stage, world, precision)
     give(world.all_gather_object(found), world)
 
 

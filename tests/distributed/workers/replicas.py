@@ -1,26 +1,23 @@
 """Run by torchrun on 2 ranks: weights that one rank changes past the engine. Writes what every rank says, by case.
 
-``replicas.py RESULT FOLDER``: a JSON file to write, and a folder for the Trainer's runs.
+``replicas.py RESULT``: a JSON file to write.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distaccum import Callback, Trainer, World
+from distaccum import World
 from distaccum.data.hooks import Hooks
 from distaccum.errors import DistaccumError
 from distaccum.testing.counters import OperationCounter
 from tests.support.accumulators import Loss, over_sgd
 from tests.support.answers import give
-from tests.support.runs import settings
 
 MICRO_SIZE, STEPS, GLOBAL_SIZE = 1, 16, 32  # sixteen micro-batches on each rank: compared every second window
 
@@ -61,39 +58,6 @@ def train(world: World, spoil: Callable[[nn.Module], None] | None, **options: An
     return {"said": said, "windows": number, "every": acc.replicas.every}
 
 
-class Spoiler(Callback):
-    """Changes a weight of rank 1 within update 3."""
-
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        self._model, self._rank, self._updates = model, rank, 0
-
-    def on_update(self, run: Any, outcome: Any) -> None:
-        self._updates += 1
-        if self._updates == 3 and self._rank == 1:
-            flip_a_bit(self._model)
-
-
-def by_trainer(world: World, folder: Path) -> dict[str, Any]:
-    """A checkpoint every three updates: the third must not be saved."""
-    model = make_model()
-    trainer = Trainer(
-        model,
-        Loss(),
-        data(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        callbacks=[Spoiler(model, world.rank)],
-        run_dir=folder,
-        config=settings(
-            (GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 8, "log_every": 1}, save=3, optim={"clip_norm": None}, schedule={}
-        ),
-    )
-    try:
-        trainer.fit()
-    except DistaccumError as error:
-        return {"said": str(error)}
-    return {"said": ""}
-
-
 def operators(world: World, *, riding: bool) -> int:
     """Of two steady windows, one of which compares the weights."""
     model, loss = make_model(), Loss()
@@ -121,7 +85,6 @@ if __name__ == "__main__":
     }
     for name, (spoil, options) in cases.items():
         found[name] = joined.all_gather_object(train(joined, spoil, **options))
-    found["trainer"] = joined.all_gather_object(by_trainer(joined, Path(sys.argv[2])))
     counted = [operators(joined, riding=riding) for riding in (True, False)]
     found["operators"] = joined.all_gather_object(counted)
     give(found, joined)
