@@ -21,6 +21,8 @@ from launch.soak.attempt import status_of
 from launch.soak.run import STEPS, step_of
 
 _BELONGS = {
+    "environment.json",
+    "report.html",
     ".hydra",
     "checkpoints",
     "history.json",

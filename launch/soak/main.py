@@ -3,8 +3,8 @@
 Runs are started as users do, and disturbed by the schedule of ``seed`` for so many minutes; then the last one goes on
 to its end. ``only=K`` plays fault K alone, ``from=K`` leaves out those before. ``out`` has ``soak.jsonl``, a line for
 each fault, and ``soak.md``, the table. Exit code 1 where a fault is not survived as documented: ``out``/failed then is
-the run directory, ``out``/logs what it printed. It needs Linux, and a small tmpfs: the right to mount one, or user
-namespaces (``unshare``).
+the run directory, ``out``/logs what it printed. A folder with files that no soak has made is refused. It needs Linux,
+and a small tmpfs: the right to mount one, or user namespaces (``unshare``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from launch.soak.schedule import schedule
 from launch.soak.soak import Soak, summary
 
 _NAMESPACE = "DISTACCUM_SOAK_NAMESPACE"
+_MARK = ".made-by-soak"
 _BAD_SETTINGS = 2
 
 
@@ -45,7 +46,7 @@ def run(options: Options) -> int:
     """Plays the schedule; returns the exit code."""
     out = options.out.resolve()
     began = monotonic()
-    shutil.rmtree(out, ignore_errors=True)
+    _make(out)
     with small_disk(out / "disk"):
         soak = Soak(
             out,
@@ -69,6 +70,24 @@ def run(options: Options) -> int:
     _say(text)
     shutil.rmtree(out / "logs", ignore_errors=True)
     return 0
+
+
+class NotOursError(Exception):
+    """The folder is not one that a soak has made."""
+
+
+def _make(out: Path) -> None:
+    """Makes the folder anew, which begins with a mark.
+
+    Raises:
+        NotOursError: there is something without it, which is not a soak's to delete.
+    """
+    mark = out / _MARK
+    if out.exists() and not mark.is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise NotOursError(f"out={out} holds what no soak has made; nothing is deleted. Name a new folder")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def _is_wanted(number: int, options: Options) -> bool:
@@ -118,6 +137,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, _stop)
     try:
         return run(options)
+    except NotOursError as error:
+        _say(f"soak: {error}")
+        return _BAD_SETTINGS
     except MountError as error:
         if _NAMESPACE in os.environ or shutil.which("unshare") is None:
             _say(f"soak: {error}. It needs root's rights, or user namespaces (unshare)")

@@ -129,6 +129,19 @@ def _soak(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
 
 
+@pytest.mark.slow
+def test_one_fault_of_it_deletes_nothing_that_it_has_not_made(tmp_path: Path) -> None:
+    own = tmp_path / "own" / "thesis.txt"
+    own.parent.mkdir()
+    own.touch()
+    refused = _soak(own.parent)
+    assert (refused.returncode, own.exists()) == (2, True)
+    assert "holds what no soak has made; nothing is deleted" in refused.stdout
+    finished = _soak(tmp_path / "soak", "seed=15", "only=1")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "1 runs to their end: 1 bitwise as undisturbed" in finished.stdout
+
+
 @pytest.mark.heavy
 def test_a_minute_of_it(tmp_path: Path) -> None:
     finished = _soak(tmp_path / "soak", "seed=1", "minutes=1")
