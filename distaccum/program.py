@@ -149,6 +149,12 @@ KERAS_MODEL, KERAS_LOSS = "distaccum.tools.keras_model:KerasModel", "distaccum.t
 """What Keras's models and losses are trained by."""
 TORCH_SCHEDULE = tuple(f"distaccum.tools.torch_schedule:{name}" for name in ("TorchSchedule", "copies"))
 """Makes a schedule of a scheduler of torch's, and what copies one."""
+RECORD_FILE, REWIND, LAST_WINDOW, LINES = (
+    f"distaccum.tools.record_file:{name}" for name in ("RecordFile", "rewind", "last_window", "lines_of")
+)
+"""What appends to a run's ``metrics.jsonl``, takes records back, and tells of the last one and of their number."""
+STORE = "distaccum.tools.joining:joined"
+"""The launcher's store, of a rank and the number of ranks."""
 SUBMITIT = "distaccum.tools.submitit:SubmititJob"
 """A job of a sweep, as Hydra's submitit launcher calls it on another machine."""
 

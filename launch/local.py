@@ -14,19 +14,36 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from distaccum.train.__main__ import refuse_mistyped, without_garbage_collection
 
+
+def drop_launcher(environment: MutableMapping[str, str]) -> None:
+    """Drops what an earlier torchrun has left in the shell: the check would wait for ranks that are long gone.
+
+    Some of its variables alone stay, by which the check refuses them: a pod of Kubeflow has four.
+    """
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if len(given) == 5:  # noqa: PLR2004  all of them
+        sys.stderr.write(f"distaccum: {', '.join(given)} of the environment are left out: this starts its own ranks\n")
+        for name in list(environment):
+            if name in given or name.startswith("TORCHELASTIC_"):
+                del environment[name]
+
+
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C within the imports: no traceback
 if __name__ == "__main__":
+    drop_launcher(os.environ)
     refuse_mistyped()
 with without_garbage_collection():
     import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from distaccum.distributed.signals import LAUNCHER, die_with_parent
-    from distaccum.tools.launch import Relay, cores, how_it_ended
+    from distaccum.errors import ConfigError
+    from distaccum.tools.launch import Relay, cores, how_it_ended, stated_processes
     from distaccum.train import cli
     from distaccum.train.failure import RUN_NOTE, lines_of
     from distaccum.train.live_line import erasing_streams
@@ -48,10 +65,14 @@ def main() -> None:
     if any(SHOWS.fullmatch(argument) for argument in arguments):
         cli.main()
         return
-    relay = Relay()
+    try:
+        relay, stated = Relay(), stated_processes("").removeprefix("auto")
+    except ConfigError as error:
+        sys.stderr.write(f"distaccum: configuration error: {error}\n")
+        sys.exit(2)
     checks = [argument for argument in arguments if argument.partition("=")[0] == "--check"]
     processes = checks[-1].partition("=")[2] if checks else ""
-    processes, code = _check(arguments, processes or environment.get("NPROC", ""))
+    processes, code = _check(arguments, processes or stated)
     if code or checks:
         sys.exit(code)
     if "OMP_NUM_THREADS" not in environment:

@@ -15,7 +15,6 @@ from time import monotonic, sleep
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
-from torch.distributed.rendezvous import rendezvous
 
 from distaccum.errors import ConfigError, PeerError
 
@@ -70,6 +69,10 @@ def _admit(store: Store, ranks: range, name: str, timeout_s: float) -> None:
 
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_PODS = (
+    "In a pod of Kubeflow, RANK and WORLD_SIZE count pods: start `torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK "
+    "--master-addr=$MASTER_ADDR --master-port=$MASTER_PORT --nproc-per-node=gpu launch/train.py` there"
+)
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun"} | dict.fromkeys(_OF_MPI, "mpirun")
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -106,6 +109,8 @@ class LaunchEnvironment:
         missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
         if missing:
             remedy = "Start with torchrun, which sets them all, or unset RANK and WORLD_SIZE for one process"
+            if missing == ["LOCAL_RANK"]:
+                remedy = f"{_OF_PODS}. {remedy}"
             raise ConfigError(missing[0], None, f"not set, while {', '.join(present)} are", remedy)
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -164,8 +169,9 @@ class LaunchEnvironment:
         """The launcher's key-value store under a prefix unique to these ranks; one in memory for a world of one."""
         if not self.launched:
             return HashStore()
-        store: Store
-        store, _, _ = next(rendezvous("env://", rank=self.rank, world_size=self.size))
+        from distaccum.program import STORE, load  # noqa: PLC0415  not for an Accumulator in one process
+
+        store: Store = load(STORE)(self.rank, self.size)
         return private_store(store, self.rank, self.size, timeout_s=GROUP_TIMEOUT.total_seconds())
 
 

@@ -48,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     program.start(given[:1])  # what stands behind the program is the program's
     options = _parsed(given)
     try:
-        processes = _processes(options)
+        processes, relay = _processes(options), Relay()
     except ConfigError as error:
         program.complain(f"distaccum launch: {error}\n")
         sys.exit(program.BAD_ARGUMENTS)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415  not for a help
 
-    relay, target = Relay(), [*(["-m"] if options.module else []), options.program, *options.arguments]
+    target = [*(["-m"] if options.module else []), options.program, *options.arguments]
     try:
         relay.torchrun(processes, ["--no-python", *_with_threads(processes), sys.executable, *target], quiet=True)
     except ChildFailedError as error:
@@ -83,9 +83,7 @@ def _processes(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: no such number or program; or this process is itself one of several of a launcher.
     """
-    key, number = ("--nproc", options.nproc) if options.nproc else ("NPROC", os.environ.get("NPROC", _AUTO))
-    if number != _AUTO and not (number.isdecimal() and int(number)):
-        raise ConfigError(key, number, "is no number of processes", "Use 1 or more, or auto: one for each GPU")
+    number = stated_processes(options.nproc) or _AUTO
     if not options.module and not Path(options.program).is_file():
         raise ConfigError("PROGRAM", options.program, "no such file", "Name a Python file, or use -m for a module")
     from distaccum.distributed.environment import LaunchEnvironment  # noqa: PLC0415  not for a help
@@ -99,6 +97,18 @@ def _processes(options: argparse.Namespace) -> int:
     return device_count() or 1
 
 
+def stated_processes(option: str) -> str:
+    """``--nproc`` or the variable NPROC: a number, ``auto``, or empty.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    key, number = ("--nproc", option) if option else ("NPROC", os.environ.get("NPROC", ""))
+    if number not in ("", _AUTO) and not (number.isdecimal() and int(number)):
+        raise ConfigError(key, number, "is no number of processes", "Use 1 or more, or auto: one for each GPU")
+    return number
+
+
 def how_it_ended(failed: Any, more: str = "") -> str:
     """In words, how a process ended that torchrun tells of as failed."""
     by_signal = failed.exitcode < 0
@@ -110,6 +120,9 @@ class Relay:
 
     A second Ctrl-C ends them at once.
     Where SIGHUP is ignored, as under ``nohup``, it stays ignored.
+
+    Raises:
+        ConfigError: ``SHUTDOWN_TIMEOUT`` is no number of seconds.
     """
 
     def __init__(self) -> None:
@@ -117,7 +130,10 @@ class Relay:
         """Whether the children are workers; before there is only the check."""
         self.told_by = 0
         """The first signal; 0 before."""
-        self._grace_s = float(os.environ.get("SHUTDOWN_TIMEOUT", "120"))
+        stated = os.environ.get("SHUTDOWN_TIMEOUT", "120")
+        if not stated.replace(".", "", 1).isdecimal():
+            raise ConfigError("SHUTDOWN_TIMEOUT", stated, "is no number of seconds", "Give seconds, as 120")
+        self._grace_s = float(stated)
         self._pressed_at = 0.0
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN or number not in FROM_THE_TERMINAL:

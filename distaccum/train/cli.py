@@ -100,11 +100,12 @@ def _run_rank(environment: LaunchEnvironment, launch_of: Callable[[LaunchEnviron
     with StopSignals() as signals:
         try:
             launch = launch_of(environment)
+            if environment.launched:
+                die_with_parent(launch.dies_by)
+            store = launch.store()
         except ConfigError as error:
             return _print_config_error(error)
-        if environment.launched:
-            die_with_parent(launch.dies_by)
-        coordinator = JobCoordinator(launch.environment, launch.store(), lost=launch.lost_at_start)
+        coordinator = JobCoordinator(launch.environment, store, lost=launch.lost_at_start)
         run_jobs = _run_main_rank if launch.environment.rank == 0 else _run_worker_rank
         exit_code = run_jobs(launch, coordinator, signals)
         signals.ignore()

@@ -40,7 +40,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import DESCRIBE, ENVIRONMENT, MODULES, PROFILER, REPORT, UTILIZATION, WINDOWS, load
+from distaccum.program import DESCRIBE, ENVIRONMENT, MODULES, PROFILER, REPORT, REWIND, UTILIZATION, WINDOWS, load
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
@@ -48,7 +48,7 @@ from distaccum.train.determinism import deterministic_for, threads_of
 from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.build import build_loggers, check_loggers
-from distaccum.train.metrics.loggers import Logger, RunInfo, rewind_jsonl
+from distaccum.train.metrics.loggers import Logger, RunInfo
 from distaccum.train.metrics.wandb import run_id
 from distaccum.train.micro_batch import find_micro_batch, hardware_of, memory_noted
 from distaccum.train.owner import refuse_if_held
@@ -383,8 +383,9 @@ def _open_loggers(
     config, engine, progress = components.config, accumulator.engine, accumulator.progress
     assert console is not None
     run_dir.require_owned()
-    rewind_jsonl(run_dir.metrics, progress.window, logged=run.logged, before_writing=run_dir.require_owned)
-    rewind_jsonl(run_dir.windows, progress.window, before_writing=run_dir.require_owned)
+    rewind = partial(load(REWIND), before_writing=run_dir.require_owned)
+    rewind(run_dir.metrics, progress.window, logged=run.logged)
+    rewind(run_dir.windows, progress.window)
     plan = components.plan.as_dict() | {
         "total_steps": components.total_steps,
         "engine": engine.describe(),

@@ -20,6 +20,7 @@ from distaccum.checkpoint.files import ABSENT, listed, retried, write_json, writ
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, shorten
+from distaccum.program import LINES, load
 from distaccum.train import owner
 from distaccum.train.owner import Owner
 
@@ -236,7 +237,7 @@ class RunDir:
         """
         there = sorted(path.name for path in listed(self.checkpoints, "*step-*") if not path.name.startswith("."))
         history, saved = self._read_history(), self.saved_step()
-        logged = _logged(self.metrics)
+        logged = load(LINES)(self.metrics)
         if saved is None and not there and (history or (history is None and not logged)):
             return
         found = f"{len(there)} damaged ({', '.join(there)})" if there else "the folder checkpoints is empty or gone"
@@ -251,7 +252,7 @@ class RunDir:
 
     def beginning(self) -> str:
         """What header and log say of a start from zero that is not the first one here; empty for that."""
-        history, logged, times = self._read_history(), _logged(self.metrics), owner.restarts()
+        history, logged, times = self._read_history(), load(LINES)(self.metrics), owner.restarts()
         if history is not None:
             kept = f"; its {logged} records are moved to metrics.superseded.jsonl" if logged else ""
             note = f"begins again at zero: the attempt of {history.get('begun')} saved no checkpoint{kept}"
@@ -403,10 +404,3 @@ def _status(state: State, step: int, reason: str, ranks: int | None = None) -> s
     status = {"state": state.value, "step": step, "reason": reason}
     lines = json.dumps(status if ranks is None else {**status, "ranks": ranks}, separators=(",\n  ", ": "))
     return f"{{\n  {lines[1:-1]}\n}}\n"
-
-
-def _logged(path: Path) -> int:
-    try:
-        return retried(path.read_bytes, of=path).count(b"\n")
-    except ABSENT:
-        return 0

@@ -145,9 +145,9 @@ FEW = [*MISTAKES][::4]  # that CI runs
     "mistake", [pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.heavy) for name in MISTAKES]
 )
 @pytest.mark.fault(
-    "a setting that cannot be (some 55 of them), a plan that cannot be among them",
+    "a setting or a plan that cannot be (some 55 of them), or no plan at all, under torchrun too",
     group="settings",
-    does="exit code 2, before the process group",
+    does="exit code 2 on every rank, before the process group; told once",
     says="distaccum: configuration error: ",
 )
 def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, mistake: str, says: Callable[[str], None]) -> None:
@@ -170,7 +170,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(folder: Path, mistake: str, sa
     ids=["composing", "building"],
 )
 @pytest.mark.fault(
-    "a plan that cannot be (a micro-batch larger than the global batch), or no plan at all, under torchrun",
+    "a setting or a plan that cannot be (some 55 of them), or no plan at all, under torchrun too",
     group="settings",
     does="exit code 2 on every rank, before the process group; told once",
     says="distaccum: configuration error: ",

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, status
+from distaccum.distributed.environment import LaunchEnvironment
+from distaccum.errors import ConfigError
+from distaccum.tools.launch import Relay, stated_processes
+from launch import local
+from tests.support.commands import QUIET, ROOT, TINY, environment, free_port, metrics, status
 
 LOCAL = ROOT / "launch" / "local.py"
 OWN_LOOP = ROOT / "tests" / "distributed" / "workers" / "own_loop.py"
@@ -31,6 +37,50 @@ def test_a_mistake_is_found_before_torchrun_starts(tmp_path: Path) -> None:
     (line,) = error.splitlines()
     assert line.startswith("distaccum: configuration error: trainer.max_step=1: no such setting; did you mean")
     assert status(tmp_path / "run")["state"] == "config_error"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "the variables of an earlier launcher are left in the shell, or four of them are in a pod of Kubeflow",
+    group="settings",
+    does="`launch/train.sh` leaves them out; `launch/train.py` names them and the address while it waits; a pod is "
+    "refused with the right command; a port that is taken: exit code 2",
+    says=(
+        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT of the environment are left out",
+        "LOCAL_RANK: not set, ... In a pod of Kubeflow, RANK and WORLD_SIZE count pods: start `torchrun",
+        "RANK=0, WORLD_SIZE=2, LOCAL_RANK=0 of the environment: waits for the 2 ranks at localhost:...",
+        "MASTER_PORT=...: another process listens there",
+    ),
+)
+def test_variables_that_are_left_over_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
+) -> None:
+    pod = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    left = {**pod, "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"}
+    process = _start("from distaccum.tools.joining import joined; joined(0, 2)", script="-c", **left)
+    for given in (left, pod):
+        local.drop_launcher(given)
+    assert (len(left), len(pod)) == (0, 4)
+    with pytest.raises(ConfigError) as refused:
+        LaunchEnvironment.from_environment(pod)
+    with socket.create_server(("", 0)) as taken:
+        for name, value in {**pod, "LOCAL_RANK": "0", "MASTER_PORT": str(taken.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as listened:
+            LaunchEnvironment.current().store()
+    with process:
+        assert process.stderr
+        waits = process.stderr.readline()
+        process.terminate()  # which ends it even while it waits
+        assert process.wait(60) == -signal.SIGTERM
+    says("\n".join([capsys.readouterr().err, str(refused.value), waits, str(listened.value)]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("NPROC", "abc"), ("SHUTDOWN_TIMEOUT", "2m")])
+def test_a_number_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}={value}: is no number of "):
+        Relay() if name == "SHUTDOWN_TIMEOUT" else stated_processes("")
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_told_to_leave_while_it_starts_nothing_is_left(tmp_path: Path, after: fl
 
 
 @pytest.mark.fault(
-    "SIGTERM or SIGUSR1 to one rank alone, once or twice, in any phase from building the model on",
+    "SIGTERM or SIGUSR1 to one rank alone, once or twice, at any moment in any phase from building the model on",
     group="signals",
     does="all ranks end their window, save and leave, `preempted`; resumed it is bitwise as if it had not been",
     says="preempted (...): ... of 32 steps",

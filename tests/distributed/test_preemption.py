@@ -97,9 +97,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 
 
 @pytest.mark.fault(
-    "SIGTERM or SIGUSR1 to one rank, at any moment",
+    "SIGTERM or SIGUSR1 to one rank alone, once or twice, at any moment in any phase from building the model on",
     group="signals",
-    does="all ranks save and leave, `preempted`; resumed it is bitwise as if it had not been",
+    does="all ranks end their window, save and leave, `preempted`; resumed it is bitwise as if it had not been",
+    says="preempted (...): ... of 32 steps",
 )
 @pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.heavy)])

@@ -141,8 +141,8 @@ def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says:
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.heavy)])
 @pytest.mark.fault(
-    "kill -9 at any write of a save (between the files and the seal, the seal and the name, while the oldest is "
-    "removed), and again while the same step is saved again",
+    "kill -9 at any write of a save, in the background (`checkpoint.background=true`) too: between the files and the "
+    "seal, the seal and the name, while the oldest is removed, and again while the same step is saved again",
     group="checkpoints",
     does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
 )
@@ -157,7 +157,8 @@ def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
 
 
 @pytest.mark.fault(
-    "kill -9 at any write of a save in the background (`checkpoint.background=true`)",
+    "kill -9 at any write of a save, in the background (`checkpoint.background=true`) too: between the files and the "
+    "seal, the seal and the name, while the oldest is removed, and again while the same step is saved again",
     group="checkpoints",
     does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
 )

@@ -25,8 +25,8 @@ from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 from distaccum.testing.counters import OperationCounter
 from distaccum.tools.compare.windows import WindowRecorder, contents_digest, ids_digest
+from distaccum.tools.record_file import rewind
 from distaccum.tools.stragglers import WINDOWS, Stragglers
-from distaccum.train.metrics.loggers import rewind_jsonl
 
 Lines = list[dict[str, Any]]
 
@@ -256,7 +256,7 @@ def test_a_resumed_run_goes_on_with_its_lines(gloo_world: World, tmp_path: Path)
 
 def test_lines_are_moved_aside_also_where_none_are_recorded_any_more(tmp_path: Path) -> None:
     (tmp_path / "windows.jsonl").write_text("".join(f'{{"window": {n}}}\n' for n in range(1, 6)))
-    rewind_jsonl(tmp_path / "windows.jsonl", 2)
+    rewind(tmp_path / "windows.jsonl", 2)
     assert [line["window"] for line in _lines(tmp_path)] == [1, 2]
     assert [line["window"] for line in _lines(tmp_path, "windows.superseded.jsonl")] == [3, 4, 5]
 

@@ -17,9 +17,10 @@ from distaccum.elastic.run.memory_checkpoint import MemoryCheckpoints
 from distaccum.engines.state import whole_state
 from distaccum.errors import DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import is_window_loss
+from distaccum.program import LAST_WINDOW, load
 from distaccum.train import ema
 from distaccum.train.loop import Loop, TrainingRun
-from distaccum.train.metrics.loggers import last_window, records_of
+from distaccum.train.metrics.loggers import records_of
 from distaccum.train.parts.base import Done, Part
 from distaccum.train.parts.checkpoints import Checkpoints
 
@@ -79,7 +80,7 @@ class ElasticLoop(Loop):
         if self.reason or self.preempted_by:
             self._run.accumulator.stop()
         if self._run.accumulator.world.is_main:
-            self._written = last_window(self._run.run_dir.metrics)
+            self._written = load(LAST_WINDOW)(self._run.run_dir.metrics)
             if self._record is not None:
                 self.write(self._record)
         if self._memory is not None:  # what was kept before is of other ranks

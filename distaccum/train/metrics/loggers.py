@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distaccum.checkpoint.files import retried, write_bytes
-from distaccum.errors import MisuseError, shorten
+from distaccum.errors import MisuseError
+from distaccum.program import RECORD_FILE, load
 
 # The names of a window's record, or patterns of them; what an evaluation gives begins with ``eval_``.
 
@@ -67,8 +63,6 @@ def refuse_taken(names: Iterable[str], whose: str) -> None:
         if name.startswith("eval_") or any(fnmatchcase(name, one) for one in OF_RECORDS):
             raise MisuseError(f"{whose} {name!r}, which is a name of every record's own: use another, as own_{name}")
 
-
-_log = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
 TEXTS = "eval_texts"
@@ -137,8 +131,7 @@ class JsonlLogger(Logger):
     """Appends one JSON object a line; every line is whole on disk before the next update."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = load(RECORD_FILE)(path)
 
     def log(self, record: Record) -> None:
         """Writes the numbers unrounded.
@@ -146,33 +139,15 @@ class JsonlLogger(Logger):
         Raises:
             OSError: the disk is full, or gone; the file then ends with the record before.
         """
-        line = json.dumps(record).encode() + b"\n"
-        try:
-            retried(partial(self._append, line))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def _append(self, line: bytes) -> None:
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            written = self._file.write(line)
-            if written != len(line):  # what still fitted on the disk; the rest says why
-                self._file.write(line[written:])
-        except OSError:
-            with suppress(OSError):
-                os.truncate(self._path, before)
-            raise
+        self._file.append(json.dumps(record).encode() + b"\n")
 
     def sync(self) -> None:
         """Forces what was logged to the disk: a machine that goes down keeps the records of what it has saved."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
-        try:
-            self.sync()
-        finally:
-            self._file.close()
+        self._file.close()
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -183,69 +158,3 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             with suppress(ValueError, TypeError):  # cut short, or damaged
                 yield dict(json.loads(line))
-
-
-def last_window(path: Path) -> int:
-    """The window of the last whole line of a ``metrics.jsonl``; 0 without one."""
-    try:
-        lines = retried(path.read_bytes, of=path).splitlines()
-    except FileNotFoundError:
-        return 0
-    places = (_place(line)[0] for line in reversed(lines))
-    return next((int(at) for at in places if at < math.inf), 0)
-
-
-def rewind_jsonl(
-    path: Path,
-    window: int,
-    *,
-    logged: Mapping[str, int] | None = None,
-    before_writing: Callable[[], None] = lambda: None,
-) -> None:
-    """Moves the lines past ``window`` of ``NAME.jsonl`` to ``NAME.superseded.jsonl``, before a run resumes.
-
-    The resumed run repeats those windows, so each is in ``NAME.jsonl`` once, and nothing is lost. Lines that are no
-    records, such as one that was cut short or has a damaged byte, go there as well, and the log says so; so it does
-    where the records end before ``logged``, window and step of the last one when the checkpoint was saved. What
-    ``before_writing`` raises leaves the file as it was.
-    """
-    aside = path.with_name(f"{path.stem}.superseded.jsonl")
-    kept: list[bytes] = []
-    superseded: list[bytes] = []
-    damaged: list[int] = []
-    last = last_step = 0
-    try:
-        lines = retried(path.read_bytes, of=path).splitlines(keepends=True)
-    except FileNotFoundError:
-        lines = []
-    for number, line in enumerate(lines, 1):
-        at, step = _place(line)
-        if at == math.inf or (at <= last and line.endswith(b"\n")):
-            damaged.append(number)
-        if last < at <= window:
-            kept.append(line)
-            last, last_step = int(at), step
-        else:
-            superseded.append(line)
-    if superseded:
-        before_writing()
-        with aside.open("ab") as file:
-            file.writelines(line if line.endswith(b"\n") else line + b"\n" for line in superseded)
-            file.flush()
-            os.fsync(file.fileno())
-        write_bytes(path, b"".join(kept))
-    if damaged:
-        text = "%s: line %s is damaged, and was moved as it is to %s"
-        _log.warning(text, path, shorten(damaged), aside.name)
-    if logged and last < logged.get("window", 0):
-        text = "%s: the records after step %d are lost, up to step %d (window %d)"
-        _log.warning(text, path, last_step, logged.get("step", 0), logged["window"])
-
-
-def _place(line: bytes) -> tuple[float, int]:
-    """The window and the step of a line; an infinite window for a line that is no record."""
-    try:
-        record = json.loads(line)
-        return int(record["window"]), int(record.get("step", 0))
-    except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
-        return math.inf, 0

@@ -13,9 +13,9 @@ import pytest
 
 from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError, DataError, DistaccumError, SpikeError
+from distaccum.tools.record_file import rewind
 from distaccum.train import run_dir as run_dir_module
 from distaccum.train.failure import lines_of, reason_of
-from distaccum.train.metrics.loggers import rewind_jsonl
 from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.run_dir import RunDir, State, check_shared
 from tests.support.threads import run_ranks
@@ -179,7 +179,7 @@ def test_a_link_where_a_temporary_file_could_be_leads_nowhere(tmp_path: Path) ->
     run_dir.metrics.write_text('{"window": 1}\n{"window": 2}\n')
     run_dir.make()
     run_dir.write_status(State.RUNNING, step=0)
-    rewind_jsonl(run_dir.metrics, 1)
+    rewind(run_dir.metrics, 1)
     assert (run_dir.state(), run_dir.metrics.read_text()) == (State.RUNNING, '{"window": 1}\n')
     assert canary.read_text() == "somebody's"
 

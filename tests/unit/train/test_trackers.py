@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import os
 import posixpath
 import random
 import re
@@ -32,13 +33,15 @@ from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.tools.mlflow import MLflowLogger, ToldOnce, flat
+from distaccum.tools.record_file import last_window, rewind
 from distaccum.tools.tensorboard import TensorBoardLogger
 from distaccum.tools.wandb_upload import main as upload
 from distaccum.train.metrics.background import InThread, KeptCheckpoints
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.console import ConsoleLogger, Status, open_console
-from distaccum.train.metrics.loggers import JsonlLogger, rewind_jsonl
+from distaccum.train.metrics.loggers import JsonlLogger, records_of
 from distaccum.train.metrics.wandb import best_of, resolved, run_id
+from distaccum.train.owner import Owner, OwnershipLostError
 from tests.support.commands import ROOT
 from tests.support.runs import settings
 from tests.support.terminal import on_terminal
@@ -257,7 +260,7 @@ def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path) -> None
     for record in [*records, _record(5, loss=99.0), _record(6, loss=99.0)]:
         first.log(record)  # and it dies: nothing is closed
     _write(tmp_path, [*records, _record(5, loss=99.0)])
-    rewind_jsonl(tmp_path / "metrics.jsonl", 4)
+    rewind(tmp_path / "metrics.jsonl", 4)
     second = TensorBoardLogger()
     second.begin(_info(tmp_path, 4))
     second.log(_record(5))
@@ -506,11 +509,11 @@ def test_a_record_is_in_the_file_before_the_next_update(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"window": {window}}}\n' for window in range(1, 6)) + '{"window": 6, "lo')
-    rewind_jsonl(path, 3)
+    rewind(path, 3)
     assert path.read_text() == '{"window": 1}\n{"window": 2}\n{"window": 3}\n'
     assert (tmp_path / "metrics.superseded.jsonl").read_text() == '{"window": 4}\n{"window": 5}\n{"window": 6, "lo\n'
-    rewind_jsonl(path, 3)
-    rewind_jsonl(tmp_path / "none.jsonl", 3)
+    rewind(path, 3)
+    rewind(tmp_path / "none.jsonl", 3)
     assert len((tmp_path / "metrics.superseded.jsonl").read_text().splitlines()) == 3
 
 
@@ -526,10 +529,77 @@ def test_a_damaged_line_is_set_aside_and_told(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"window": 1}\n' + damage + b'\n{"window": 3}\n')
-    rewind_jsonl(path, 3)
+    rewind(path, 3)
     assert path.read_text() == '{"window": 1}\n{"window": 3}\n'
     assert (tmp_path / "metrics.superseded.jsonl").read_bytes() == damage + b"\n"
     says(caplog.text)
+
+
+def _edited(path: Path) -> None:
+    """As an editor saves that has read the file before its last record: without the end of the last line, too."""
+    path.with_suffix(".tmp").write_text('{"window": 1}\n{"window": 2}')
+    path.with_suffix(".tmp").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("happens", "lost", "words"),
+    [
+        (Path.unlink, 0, "was removed while the run writes to it: it is opened anew, and has 3 records again"),
+        (_edited, 0, "was replaced by another file while the run writes to it: it is opened anew, and has 1 records"),
+        (lambda path: os.truncate(path, 20), 2, "was cut from 42 bytes to 20: the records in them are lost"),
+    ],
+)
+@pytest.mark.fault(
+    "`metrics.jsonl` is removed, replaced by an editor, or cut while the run writes it",
+    group="directory",
+    does="a warning; the next record is in a file of this name, with all records that it lacks; those cut are lost",
+    says="metrics.jsonl was ...",
+)
+def test_records_outlive_what_somebody_does_to_their_file(  # noqa: PLR0917
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, says: Any, happens: Any, lost: int, words: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonlLogger(path)
+    for window in (1, 2, 3):
+        logger.log({"window": window})
+    happens(path)
+    logger.log({"window": 4})
+    logger.log({"window": 5})
+    logger.close(failed=False)
+    assert [record["window"] for record in records_of(path)] == [*range(1, 4 - lost), 4, 5]
+    assert path.read_bytes().endswith(b'{"window": 4}\n{"window": 5}\n')
+    says(caplog.text)
+    assert caplog.text.count(words) == 1 == len(caplog.records)
+
+
+def test_a_file_that_another_run_has_put_there_gets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Owner(tmp_path):
+        logger = JsonlLogger(path)
+        logger.log({"window": 1})
+        path.unlink()
+        (tmp_path / "owner.json").unlink()
+        with pytest.raises(OwnershipLostError, match="was removed, and another run has taken the folder over"):
+            logger.log({"window": 2})
+        assert path.read_bytes() == b""
+        with pytest.raises(OwnershipLostError):
+            logger.close(failed=True)
+
+
+def test_of_a_long_file_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the place in a line at which the end begins, what is done is what is done to the whole."""
+    lines = [f'{{"window": {window}}}\n'.encode() for window in range(1, 60)] + [b'{"window": 60, "lo']
+    for tail in range(1, 64):
+        monkeypatch.setattr("distaccum.tools.record_file.TAIL", tail)
+        path = tmp_path / f"{tail}.jsonl"
+        path.write_bytes(b"".join(lines))
+        assert last_window(path) == 59
+        for window in (57, 3):
+            rewind(path, window)
+            assert path.read_bytes() == b"".join(lines[:window])
+            assert last_window(path) == window
+        superseded = path.with_name(f"{tail}.superseded.jsonl").read_bytes()
+        assert superseded == b"".join([*lines[57:], b"\n", *lines[3:57]])
 
 
 def _console(console: Console) -> ConsoleLogger:
