@@ -153,9 +153,7 @@ SHOWN_BY = {
         "distributed/test_fsdp2.py::test_one_reduction_a_unit_and_window_or_micro_step",
         "distributed/test_deepspeed.py::test_one_reduction_a_window",
     ),
-    "the same windows on any number of ranks": (
-        "distributed/test_resume.py::test_another_world_size_sees_the_same_windows",
-    ),
+    "the same windows on any number of ranks": ("distributed/test_resume.py::test_two_ranks_then_one_then_three",),
     "dropout that does not depend on the ranks": (
         "distributed/test_accumulator.py::test_dropout_does_not_depend_on_the_world",
     ),
@@ -179,7 +177,9 @@ SHOWN_BY = {
         "unit/checkpoint/test_damage.py::test_a_flipped_bit_anywhere_is_found",
     ),
     "whole, or not there": ("unit/checkpoint/test_damage.py::test_a_damaged_file_costs_its_checkpoint_alone",),
-    "written while training goes on": ("unit/train/test_background_save.py::test_it_continues_bitwise",),
+    "written while training goes on": (
+        "unit/train/test_background_save.py::test_a_checkpoint_holds_its_own_step_however_late_it_is_written",
+    ),
     "goes on within an epoch": (
         "distributed/test_preemption.py::test_preempted_at_random_moments_is_bitwise_uninterrupted",
     ),
@@ -191,7 +191,7 @@ SHOWN_BY = {
         "distributed/test_preemption.py::test_preempted_at_random_moments_is_bitwise_uninterrupted",
     ),
     "Slurm requeues it": ("cluster/slurm/test_interruptions.py::test_preempted_by_another_job_it_goes_on_bitwise",),
-    "a rank that hangs": ("distributed/test_hang.py::test_a_stopped_rank_is_named_by_the_one_that_waits",),
+    "a rank that hangs": ("distributed/test_phases.py::test_a_rank_that_stops_is_named_with_its_phase",),
     "memory is known before the start": ("tools/plan/test_activations.py::test_a_micro_step_takes_what_was_forecast",),
     "a batch that fits is found": ("distributed/test_rehearsal.py::test_it_is_bitwise_the_run_with_that_size_stated",),
     "memory that runs out within a step": (

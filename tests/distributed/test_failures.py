@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import NO_TEXT, ROOT, run, status, succeed
+from tests.support.commands import NO_TEXT, ROOT, run, status
 
 SETTINGS = (
     "model=cnn",
@@ -69,24 +69,6 @@ def test_trouble_before_the_first_window_is_reported_too(tmp_path: Path, target:
     assert said in finished.stderr
     assert status(tmp_path)["state"] == "failed"
     assert said in status(tmp_path)["reason"]
-
-
-def test_a_failed_attempt_does_not_mark_the_next_one(tmp_path: Path) -> None:
-    bad = run(
-        *SETTINGS,
-        "data._target_=tests.support.faulty_datasets.HasNoLength",
-        f"hydra.run.dir={tmp_path}",
-        PYTHONPATH=str(ROOT),
-    )
-    assert bad.returncode == 1
-    good = (
-        *SETTINGS,
-        "data._target_=tests.support.faulty_datasets.FailsOnRankOne",
-        "resume=auto",
-        f"hydra.run.dir={tmp_path}",
-    )
-    succeed(*good, PYTHONPATH=str(ROOT))
-    assert status(tmp_path) == {"state": "done", "step": 40, "reason": ""}
 
 
 def test_hydras_own_switch_for_tracebacks_hides_nothing(tmp_path: Path) -> None:

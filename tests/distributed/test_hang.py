@@ -76,22 +76,6 @@ def _said(run: Run) -> str:
 
 
 @pytest.mark.heavy
-def test_a_stopped_rank_is_named_by_the_one_that_waits(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=3s")
-    _, _, second = run.await_records(5)
-    os.kill(second, signal.SIGSTOP)
-    assert run.end(within_s=3 + 10 + AFTER_FAILURE_S) != 0
-    waiting = _said(run)
-    named = waiting.split("; ")[0]
-    assert f"(process {second} on " in named
-    assert named.endswith("is stopped (SIGSTOP, or Ctrl-Z)")
-    collectives = ("the count's all-reduce of window", "the gradient's reduction of window", "the record's reduction")
-    assert any(f"in {name}" in waiting for name in collectives)
-    (stacks,) = run.stacks().values()  # the stopped one cannot write its own
-    assert "world.py" in stacks or "engine" in stacks
-
-
-@pytest.mark.heavy
 @pytest.mark.fault(
     "a loading process is stopped",
     group="processes",

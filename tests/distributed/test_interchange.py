@@ -73,19 +73,6 @@ def test_engines_and_four_world_sizes_go_on_from_each_other(tmp_path: Path) -> N
 
 
 @pytest.mark.heavy
-@needs_deepspeed
-def test_deepspeeds_state_goes_on_at_another_stage_world_size_and_engine(tmp_path: Path) -> None:
-    _hold(tmp_path, (2,), "fp32", 1e-6, engines=("ddp", "deepspeed 1", "deepspeed 3"), resumed_on=(1,))
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(600)
-@needs_deepspeed
-def test_deepspeeds_state_goes_on_at_every_stage(tmp_path: Path) -> None:
-    _hold(tmp_path, (2,), "fp32", 1e-6, engines=("ddp", *STAGES), resumed_on=(1, 2))
-
-
-@pytest.mark.heavy
 @pytest.mark.timeout(1200)
 @needs_deepspeed
 def test_deepspeeds_state_goes_from_two_ranks_to_one_to_three(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.errors import ConfigError
 from distaccum.tools.launch import Relay, stated_processes
 from launch import local
-from tests.support.commands import QUIET, ROOT, TINY, environment, free_port, metrics, status
+from tests.support.commands import ROOT, TINY, environment, free_port, status
 
 LOCAL = ROOT / "launch" / "local.py"
 OWN_LOOP = ROOT / "tests" / "distributed" / "workers" / "own_loop.py"
@@ -92,24 +92,6 @@ def test_a_check_alone_starts_nothing(tmp_path: Path) -> None:
     assert "3 ranks x" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_run_that_is_asked_to_leave_saves(tmp_path: Path) -> None:
-    process = _start(
-        *TINY, *QUIET[2:], "checkpoint.every=100000", f"hydra.run.dir={tmp_path}", "trainer.max_steps=90000"
-    )
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 2:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
-    assert "check passed" not in said  # nobody asked for it
-    found = status(tmp_path)
-    assert found["state"] == "preempted"
-    assert (tmp_path / "checkpoints" / f"step-{found['step']}").is_dir()
 
 
 def _launch(*arguments: object, **extra: str) -> subprocess.Popen[str]:

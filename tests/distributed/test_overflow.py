@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.workers.overflow import MICRO_SIZE, MICRO_STEPS, Case, cases, chosen_cases
 from tests.support.answers import answer
-from tests.support.commands import NO_TEXT, ROOT, metrics, run, status, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -214,64 +212,3 @@ def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row
     assert [(rank["attempts"], rank["applied"]) for rank in skipped] == [(7, [0, 2])] * 2
     _said_by_all(skipped, "window 7 is NaN or infinite (4 in a row", names, "step 2")
     assert ("It began on rank 0 in micro-batch 2" in skipped[0]["message"]) == (by == "step")
-
-
-SPOILED_RUN = (
-    "model=cnn",
-    *NO_TEXT,
-    "data._target_=tests.support.faulty_datasets.OneSampleIsNaN",
-    "batch.global_size=8",
-    "batch.micro_size=2",
-    "trainer.max_steps=null",
-    "trainer.max_epochs=2",
-    "trainer.log_every=1",
-    "trainer.eval_every=0",
-    "checkpoint.every=0",
-    "metrics=jsonl",
-)
-
-
-def test_a_run_that_stops_says_which_rank_and_samples_and_logs_what_stopped_it(tmp_path: Path) -> None:
-    finished = run(*SPOILED_RUN, f"hydra.run.dir={tmp_path}", world=2, PYTHONPATH=str(ROOT))
-    assert finished.returncode == 1
-    *applied, last = metrics(tmp_path)
-    assert [record["applied"] for record in applied] == [True] * len(applied)
-    assert last["loss"] != last["loss"]  # NaN, as it was
-    assert last["grad_norm"] != last["grad_norm"]
-    assert (last["applied"], last["skipped"], last["nonfinite"]) == (False, 1, 1)
-    assert (last["step"], last["window"]) == (len(applied), len(applied) + 1)
-    found = status(tmp_path)
-    assert (found["state"], found["step"]) == ("failed", last["step"])
-    for part in ("NonFiniteError", "It began on rank ", "its input holds NaN", " 7", "rank 0: ", "rank 1: "):
-        assert part in found["reason"]
-
-
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.heavy), "fp16"])
-def test_a_run_that_skips_finishes_and_its_log_holds_what_was_skipped(tmp_path: Path, precision: str) -> None:
-    """64 samples in windows of 8: two epochs are 16 attempts, of which two hold the spoiled sample."""
-    succeed(
-        *SPOILED_RUN,
-        f"precision={precision}",
-        *(["trainer.nonfinite=skip"] if precision == "fp32" else []),
-        "schedule=constant",
-        "schedule.warmup_steps=19",
-        f"hydra.run.dir={tmp_path}",
-        world=2,
-        PYTHONPATH=str(ROOT),
-    )
-    records = metrics(tmp_path)
-    assert [record["window"] for record in records] == [*range(1, 17)]
-    skipped = [i for i, record in enumerate(records) if not record["applied"]]
-    assert len(skipped) == 2
-    assert skipped[0] < 8 <= skipped[1]
-    rates, step = [], 0
-    for i, record in enumerate(records):
-        step += i not in skipped
-        assert record["step"] == step
-        assert (record["loss"] != record["loss"]) == (i in skipped)
-        assert record["skipped"] == record["nonfinite"] == i + 1 - step
-        assert record["loss_scale"] == (2.0 ** (16 - sum(s < i for s in skipped)) if precision == "fp16" else 1.0)
-        if i not in skipped:
-            rates.append(record["lr"])
-    assert rates == pytest.approx([3e-3 * (k + 1) / 20 for k in range(14)])
-    assert status(tmp_path) == {"state": "done", "step": 14, "reason": ""}

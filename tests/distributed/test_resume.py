@@ -127,19 +127,6 @@ def test_a_mode_resumes_bitwise_on_shards(tmp_path: Path, mode: str) -> None:
             assert all(saved[0][file][name].equal(value) for name, value in tensors.items()), (engine, file)
 
 
-@pytest.mark.heavy
-def test_another_world_size_sees_the_same_windows(tmp_path: Path) -> None:
-    # With dropout: shares of 4 and of 12 samples are cut into the same micro-batches of 2.
-    settings = [*SETTINGS, "batch.global_size=12", "optim=sgd", "schedule=constant"]
-    succeed(*settings, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'moved'}", world=3)
-    resumed = succeed(*settings, "trainer.max_steps=30", f"hydra.run.dir={tmp_path / 'moved'}")
-    assert "another world size" in resumed.stdout
-    succeed(*settings, "trainer.max_steps=30", f"hydra.run.dir={tmp_path / 'whole'}")
-    losses = {name: [record["loss"] for record in metrics(tmp_path / name)] for name in ("moved", "whole")}
-    assert len(losses["moved"]) == 30
-    assert losses["moved"] == pytest.approx(losses["whole"], rel=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.fault(
     "a run that goes on on other numbers of ranks, 2 to 1 to 3",
@@ -172,26 +159,6 @@ def test_two_ranks_then_one_then_three(tmp_path: Path, says: Callable[[str], Non
     assert [record["loss"] for record in moved] == pytest.approx([record["loss"] for record in whole], rel=wide.AGREES)
 
 
-@pytest.mark.heavy
-def test_a_changed_global_batch_is_refused(tmp_path: Path) -> None:
-    succeed(*SETTINGS, "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
-    refused = run(*SETTINGS, "batch.global_size=12", f"hydra.run.dir={tmp_path}")
-    assert refused.returncode == 2
-    assert "batch.global_size=12" in refused.stderr
-    assert "batch.global_size=10" in refused.stderr
-    assert len(metrics(tmp_path)) == 7
-
-
-@pytest.mark.slow
-def test_a_run_directory_is_not_reused_by_mistake(tmp_path: Path) -> None:
-    succeed(*SETTINGS, "resume=never", "trainer.max_steps=7", f"hydra.run.dir={tmp_path}")
-    refused = run(*SETTINGS, "resume=never", f"hydra.run.dir={tmp_path}")
-    assert refused.returncode == 2
-    assert "resume=auto" in refused.stderr
-    assert len(metrics(tmp_path)) == 7
-    assert status(tmp_path)["state"] == "done"
-
-
 @pytest.mark.slow
 def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
     short = [*SETTINGS, "trainer.max_steps=7"]
@@ -200,15 +167,6 @@ def test_the_same_command_finds_its_own_run(tmp_path: Path) -> None:
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("auto-")
     assert len(metrics(run_dir)) == 7
-
-
-@pytest.mark.heavy
-def test_a_named_checkpoint_starts_a_run_elsewhere(tmp_path: Path) -> None:
-    succeed(*SETTINGS, "trainer.max_steps=14", f"hydra.run.dir={tmp_path / 'a'}")
-    start = tmp_path / "a" / "checkpoints" / "step-7"
-    succeed(*SETTINGS, "trainer.max_steps=14", f"resume={start}", f"hydra.run.dir={tmp_path / 'b'}")
-    assert metrics(tmp_path / "b")[0]["step"] == 8
-    assert [r["loss"] for r in metrics(tmp_path / "b")] == [r["loss"] for r in metrics(tmp_path / "a")[7:]]
 
 
 IN_FP16 = (

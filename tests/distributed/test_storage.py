@@ -22,6 +22,7 @@ from tests.support.forked import Forks
 WORKER = Path(__file__).parent / "workers" / "storage.py"
 ON_A_SCREEN = 25
 KEPT = ("records", "newest", "weights")
+BACKGROUND = {"BACKGROUND": "1"}
 Cells = Callable[..., tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
@@ -139,36 +140,21 @@ def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [19, pytest.param(1, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("stride", "background"),
+    [(19, {}), *(pytest.param(*one, marks=pytest.mark.heavy) for one in ((1, {}), (29, BACKGROUND), (1, BACKGROUND)))],
+)
 @pytest.mark.fault(
     "kill -9 at any write of a save, in the background (`checkpoint.background=true`) too: between the files and the "
     "seal, the seal and the name, while the oldest is removed, and again while the same step is saved again",
     group="checkpoints",
     does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
 )
-def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int) -> None:
-    whole, found = cells("kill", stride=stride)
+def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int, background: dict[str, str]) -> None:
+    whole, found = cells("kill", stride=stride, **background)
     assert len(found) >= 60 // stride
     assert {cell["between"]["newest"] for cell in found} == {"step-2", "step-3"}
     for cell in found:
-        assert cell["ended"] == 0, cell
-        assert _kept(cell) == _kept(whole), cell
-        assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell
-
-
-@pytest.mark.fault(
-    "kill -9 at any write of a save, in the background (`checkpoint.background=true`) too: between the files and the "
-    "seal, the seal and the name, while the oldest is removed, and again while the same step is saved again",
-    group="checkpoints",
-    does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
-)
-@pytest.mark.heavy
-@pytest.mark.parametrize("stride", [29, 1])
-def test_a_death_at_any_write_of_a_save_in_the_background_loses_nothing(cells: Cells, stride: int) -> None:
-    whole, found = cells("kill", stride=stride, BACKGROUND="1")
-    assert len(found) >= 60 // stride
-    for cell in found:
-        assert cell["between"]["newest"] in ("step-2", "step-3"), cell
         assert cell["ended"] == 0, cell
         assert _kept(cell) == _kept(whole), cell
         assert not [name for name in cell["checkpoints"] if name.startswith(".")], cell

@@ -41,21 +41,6 @@ def leaves() -> None:
     sys.exit("the token is missing")
 
 
-class OneSampleIsNaN:
-    """64 small images; number 7 has one pixel that is NaN."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, torch.Tensor]:
-        if index >= len(self):
-            raise IndexError(index)
-        image = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index))
-        if index == 7:
-            image[0, 3, 4] = torch.nan
-        return image, torch.tensor(index % 10)
-
-
 class GoesWrong:
     """64 small images; reading number ``at`` does what ``how`` says, on one rank; with a file ``once`` only once.
 

@@ -124,17 +124,6 @@ def test_where_memory_is_short_training_waits_and_a_line_says_so(
     assert "checkpoint.background" not in caplog.text
 
 
-@pytest.mark.slow
-def test_it_continues_bitwise(gloo_world: Any, tmp_path: Path) -> None:
-    _train(tmp_path / "whole", background=True)
-    _train(tmp_path / "run", background=True, steps=4)
-    _train(tmp_path / "run", background=True)
-    ours, whole = _content(tmp_path / "run"), _content(tmp_path / "whole")
-    assert {name: ours[name] for name in ours if "safetensors" in name} == {
-        name: whole[name] for name in whole if "safetensors" in name
-    }
-
-
 def _full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -220,7 +220,7 @@ def test_what_may_change_is_listed(
     assert "schedule._target_: distaccum.train.schedules.Constant -> distaccum.train.schedules.Cosine" in said
     assert "optim.lr: 0.003 -> 0.125; " in said
     assert "fp32 -> bf16" in said
-    assert "trainer.max_steps: 1 -> 2" in said
+    assert "trainer.max_steps: 1 -> 2 (saved by engine ddp" in said
 
 
 def test_what_a_group_states_may_change(gloo_world: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

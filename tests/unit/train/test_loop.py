@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 
-from distaccum.accumulation.accumulator import Accumulator
 from distaccum.accumulation.step import Outcome
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.config.schema import RunConfig
@@ -20,7 +18,6 @@ from distaccum.data.factory import build_loader
 from distaccum.data.spec import DataSpec
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
-from distaccum.errors import DataError
 from distaccum.train.callbacks import Callback, Run
 from distaccum.train.components import TrainingComponents, components_from_config
 from distaccum.train.loop import Loop, TrainingRun
@@ -210,11 +207,6 @@ def test_windows_that_count_nothing_are_skipped_and_move_only_the_data_on(gloo_w
     assert json.loads((tmp_path / "checkpoints" / "step-4" / "state.json").read_text())["clocks"]["window"] == 24
 
 
-def test_data_that_count_nothing_at_all_end_the_run_by_name(gloo_world: World, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="epoch 0: none of its windows counts anything for the loss"):
-        _fit(gloo_world, tmp_path, [], max_steps=5)
-
-
 def test_the_last_update_is_logged_also_when_skipped_windows_follow_it(gloo_world: World, tmp_path: Path) -> None:
     loop, logger = _fit(gloo_world, tmp_path, [0, 3, 7, 9], max_steps=None, max_epochs=2, log_every=5)
     assert loop.progress.step == 8
@@ -238,16 +230,3 @@ def test_a_run_stopped_at_any_window_of_any_epoch_goes_on_as_if_it_had_not(gloo_
             found = updates(tmp_path / str(first), "auto", steps)
             assert found == whole[: len(found)]
         assert len(found) == len(whole)
-
-
-def test_after_a_stop_no_window_is_given_out_any_more(gloo_world: World) -> None:
-    components = _components(list(range(12)))
-    accumulator = Accumulator(components.model, components.optimizers, count=components.loss.count, world=gloo_world)
-    loader, given = build_loader(components.data, components.plan, gloo_world), 0
-    for _ in range(3):
-        for window in accumulator.windows(loader):
-            accumulator.step(window, components.loss)
-            given += 1
-            accumulator.stop()
-    assert accumulator.stopping
-    assert given == 1  # the one in which it was asked for

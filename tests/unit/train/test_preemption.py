@@ -95,7 +95,7 @@ print(json.dumps([_losses(Path(folder), preempted_at=at) for folder, at in json.
 """
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # a kill and a resume in new processes run in CI: distributed/test_resume.py
 def test_what_loading_draws_is_the_same_after_a_preemption_in_a_new_process(tmp_path: Path) -> None:
     """Modules that a process imports on its way to the first window may draw random numbers."""
 

@@ -201,6 +201,10 @@ SCHEDULES: dict[str, tuple[dict[str, Any], str]] = {
         {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1},
         "sets momentum too, and a schedule sets rates",
     ),
+    "nothing that is there": (
+        {"_target_": "distaccum.train.schedules.Nope"},
+        r"schedule\._target_=.*cannot be imported",
+    ),
     "nothing to call": ({"_target_": "builtins.dict"}, "gives None for the first update"),
     "not a number": ({"_target_": "tests.unit.train.test_refusals.nowhere"}, "gives nan for the first update"),
 }
@@ -326,11 +330,6 @@ def test_a_plateau_out_of_range_is_refused(given: dict[str, Any], expected: str)
         ReduceLROnPlateau(**given)
 
 
-def test_a_plateau_of_a_metric_that_is_not_there_is_named(gloo_world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau\(metric='eval_lost'\): is no result of the evaluation"):
-        _trainer(tmp_path, callbacks=[ReduceLROnPlateau(metric="eval_lost")]).fit()
-
-
 class StepsByHand(Callback):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -454,6 +453,14 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "a scheduler": (
         {"optimizer": torch.optim.lr_scheduler.StepLR(SGD([nn.Parameter(torch.ones(1))], lr=0.1), 2)},
         "optimizer=StepLR: is a scheduler",
+    ),
+    "a callback's setting": (
+        {
+            "groups": {
+                "callbacks": {"early_stop": {"_target_": "distaccum.train.callbacks.EarlyStopping", "patience": 0}}
+            }
+        },
+        "patience=0",
     ),
     "one callback": ({"callbacks": EarlyStopping()}, "callbacks=EarlyStopping: is no list"),
     "a stream held out": (

@@ -48,13 +48,6 @@ def _components(model: nn.Module, **config: Any) -> TrainingComponents:
     )
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_the_run(gloo_world: World, tmp_path: Path) -> None:
-    path = _saved(tmp_path / "first")
-    for resume, run_dir in ((str(path), tmp_path / "second"), ("auto", tmp_path / "first")):
-        with pytest.raises(ConfigError, match=r"^resume=.*step-2: has weight of shape \[3, 4\], and the model of \[5"):
-            find_checkpoint(_components(nn.Linear(4, 5), resume=resume), RunDir(run_dir))
-
-
 def test_state_json_is_read_once_on_each_rank(
     gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,19 +79,6 @@ def test_state_json_is_read_once_on_each_rank(
     restore = Restore(None, components, gloo_world)
     restore.after_wrap(build_accumulator(components, gloo_world), wandb_id="")
     assert read == [path / "state.json"] * 3
-
-
-def test_a_resumed_run_says_what_carries_over_and_who_saved_it(
-    gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _saved(tmp_path)
-    config = _config(resume="auto", trainer={"max_steps": 3, "eval_every": 0})
-    Trainer(nn.Linear(4, 3), CrossEntropy(), SOURCE, config=RunConfig.from_dict(config), run_dir=tmp_path).fit()
-    said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "step-2 at step 2; everything carries over; changed since: trainer.max_steps: 2 -> 3 (saved by engine ddp"
-        in said
-    )
 
 
 @pytest.mark.fault(

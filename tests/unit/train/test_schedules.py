@@ -22,16 +22,6 @@ from tests.support.runs import settings
 PEAK = 3e-3
 
 
-def test_cosine_follows_torchs_own_after_the_warm_up() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    torchs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1)
-    ours = Cosine(total_steps=100, warmup_steps=10, final_ratio=0.1)
-    for step in range(10, 100):
-        assert ours(step) == pytest.approx(torchs.get_last_lr()[0], rel=1e-9)
-        optimizer.step()
-        torchs.step()
-
-
 def test_warm_up_rises_evenly_from_above_zero_and_past_the_end_it_stays_at_the_final_ratio() -> None:
     ours = Constant(total_steps=100, warmup_steps=3)
     assert [ours(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -55,15 +45,6 @@ def test_a_long_warm_up_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "schedule.warmup_steps=60 is more than a tenth of the run's 40 updates" in caplog.text
 
 
-def test_bad_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_ratio=1.5"):
-        Linear(total_steps=1, warmup_ratio=1.5)
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_steps=-1"):
-        Constant(total_steps=1, warmup_steps=-1)
-    with pytest.raises(ConfigError, match=r"schedule\.final_ratio=2"):
-        Cosine(total_steps=1, final_ratio=2)
-
-
 def _rates(schedule: Callable[[int], float], steps: int) -> list[float]:
     return [PEAK * schedule(step) for step in range(steps)]
 
@@ -79,12 +60,16 @@ def _torchs(kind: Any, steps: int, **arguments: Any) -> list[float]:
     return rates
 
 
-def test_linear_follows_torchs_own_after_the_warm_up() -> None:
-    for ratio in (0.0, 0.1):
-        ours = _rates(Linear(total_steps=100, warmup_steps=10, final_ratio=ratio), 110)
-        torchs = _torchs(torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=ratio, total_iters=90)
-        assert ours[10:] == pytest.approx(torchs, rel=1e-9, abs=1e-15)
-        assert ours[:10] == pytest.approx([PEAK * (n + 1) / 11 for n in range(10)])
+@pytest.mark.parametrize("ratio", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [Linear, Cosine])
+def test_ours_follow_torchs_own_after_the_warm_up(kind: Any, ratio: float) -> None:
+    torchs: tuple[Any, dict[str, Any]] = {
+        Linear: (lr_scheduler.LinearLR, {"start_factor": 1.0, "end_factor": ratio, "total_iters": 90}),
+        Cosine: (lr_scheduler.CosineAnnealingLR, {"T_max": 90, "eta_min": ratio * PEAK}),
+    }[kind]
+    ours = _rates(kind(total_steps=100, warmup_steps=10, final_ratio=ratio), 100)
+    assert ours[10:] == pytest.approx(_torchs(torchs[0], 90, **torchs[1]), rel=1e-9, abs=1e-15)
+    assert ours[:10] == pytest.approx([PEAK * (n + 1) / 11 for n in range(10)])
 
 
 @pytest.mark.parametrize("decay", ["linear", "sqrt", "cosine"])
@@ -309,10 +294,17 @@ def test_a_name_is_that_of_the_command_line() -> None:
     assert of_python.config.schedule["max_lr"] == RunConfig().optim.lr
 
 
-def test_bad_values_of_a_decay_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.decay_ratio=1\.5: not between 0 and 1"):
-        WSD(total_steps=9, decay_ratio=1.5)
-    with pytest.raises(ConfigError, match=r"schedule\.decay=exp: no such choice"):
-        WSD(total_steps=9, decay="exp")
-    with pytest.raises(ConfigError, match=r"schedule\.final_ratio=-1"):
-        Linear(total_steps=9, final_ratio=-1)
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (Linear, {"warmup_ratio": 1.5}, r"schedule\.warmup_ratio=1.5"),
+        (Constant, {"warmup_steps": -1}, r"schedule\.warmup_steps=-1"),
+        (Cosine, {"final_ratio": 2}, r"schedule\.final_ratio=2"),
+        (Linear, {"final_ratio": -1}, r"schedule\.final_ratio=-1"),
+        (WSD, {"decay_ratio": 1.5}, r"schedule\.decay_ratio=1\.5: not between 0 and 1"),
+        (WSD, {"decay": "exp"}, r"schedule\.decay=exp: no such choice"),
+    ],
+)
+def test_bad_values_are_refused(kind: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(total_steps=9, **given)
