@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class World:
         if not dist.is_initialized():
             opened = ExitStack()
             world = opened.enter_context(open_world(ranks, ranks.store(), device, timeout, backend=backend))
-            atexit.register(opened.close)
+            atexit.register(_close_at_exit, opened)
             return world
         serves_host = "cpu" in dist.get_backend_config()  # NCCL alone cannot sum host tensors
         group = None if serves_host else dist.new_group(backend="gloo")
@@ -186,8 +187,12 @@ def open_world(
     timeout: timedelta | None = None,
     *,
     backend: str = AUTO,
+    together: tuple[type[BaseException], ...] = (),
 ) -> Iterator[World]:
-    """Opens the default process group for the block, and closes it on any exit.
+    """Opens the default process group for the block, and closes it at the end.
+
+    An exception leaves a group of several ranks open: NCCL closes it with all ranks of the host, and those that wait
+    for this one in a collective do not come. The process is to end then.
 
     Args:
         ranks: this process's rank and the world size.
@@ -196,6 +201,7 @@ def open_world(
         timeout: of every collective; by default ``GROUP_TIMEOUT``.
         backend: what carries a GPU's tensors: ``nccl``, which ``auto`` chooses, or ``gloo``, by way of the host, which
             is slower, but ranks may share a GPU. A CPU's go over gloo.
+        together: exceptions that all ranks raise at the same place; they close the group.
 
     Raises:
         ConfigError: NCCL on a CPU, or there is no such backend.
@@ -206,9 +212,20 @@ def open_world(
         torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
     timeout = timeout or GROUP_TIMEOUT  # read here, so that a program can set another one for all that it opens
     dist.init_process_group(backends, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
+    alone = False
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device, store=store if ranks.size > 1 else None)
+    except BaseException as error:
+        alone = ranks.size > 1 and not isinstance(error, together)
+        raise
     finally:
         if dist.is_initialized():  # the user may have closed it
             sleep(_SETTLE_S)
-            dist.destroy_process_group()
+            if not alone:
+                dist.destroy_process_group()
+
+
+def _close_at_exit(opened: ExitStack) -> None:
+    """Closes the group, with the exception that ends the program, if any."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    opened.__exit__(None if error is None else type(error), error, None)

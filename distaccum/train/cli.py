@@ -89,7 +89,7 @@ def main(launch: Callable[[LaunchEnvironment], Launch] = Launch) -> None:
             sys.exit(_print_config_error(error))
         log.enter_context(log_to_stderr(environment.rank, verbose=verbose is not None))
         exit_code = _run_rank(environment, launch)
-    if is_left_behind():
+    if is_left_behind() or torch.distributed.is_initialized():  # a group that this rank cannot close alone
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)  # all files of the run are written and closed
@@ -146,7 +146,8 @@ def _run_job(
                 if RUN_NOTE in os.environ and environment.rank == 0:
                     Path(os.environ[RUN_NOTE]).write_text(job.run_dir)
                 accepted()
-            with open_world(environment, coordinator.store_for(job), device, timeout, backend=backend) as world:
+            store = coordinator.store_for(job)
+            with open_world(environment, store, device, timeout, backend=backend, together=_DIVERGED) as world:
                 yield world
 
         # Ranks that come and go have no turns in which they all take part.

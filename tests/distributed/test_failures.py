@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.commands import NO_TEXT, ROOT, run, status
 
+WAITING_DESTROY = ROOT / "tests" / "distributed" / "workers" / "waiting_destroy.py"
 SETTINGS = (
     "model=cnn",
     *NO_TEXT,
@@ -53,6 +54,12 @@ def test_the_rank_that_failed_first_is_named(tmp_path: Path, attempt: int, says:
     assert set(causes) == {f"rank 1: OSError: the disk of rank 1 is gone; more in {tmp_path}/logs"}
     assert len([line for line in finished.stderr.splitlines() if line.startswith("distaccum:")]) == 5
     says(finished.stderr)
+
+
+def test_a_loop_of_ones_own_that_fails_on_one_rank_ends_on_all(tmp_path: Path) -> None:
+    finished = run("loop", world=2, script=WAITING_DESTROY, cwd=tmp_path, PYTHONPATH=str(ROOT), timeout=30)
+    assert finished.returncode == 1
+    assert "OSError: the disk of rank 1 is gone" in finished.stderr
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,7 @@ def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[
 def test_an_error_of_one_rank_between_two_windows(tmp_path: Path, engine: str, says: Callable[[str], None]) -> None:
     """zero1 gathered its optimizer's state on the way out, which the other rank's count answered."""
     finished = run(
+        "trainer",
         *SETTINGS,
         "data._target_=tests.support.faulty_datasets.GoesWrong",
         "+data.how=none",
@@ -116,6 +124,7 @@ def test_an_error_of_one_rank_between_two_windows(tmp_path: Path, engine: str, s
         "trainer.hang_timeout=20s",
         f"hydra.run.dir={tmp_path}",
         world=2,
+        script=WAITING_DESTROY,
         PYTHONPATH=str(ROOT),
     )
     assert finished.returncode == 1

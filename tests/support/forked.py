@@ -262,7 +262,8 @@ def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as an interpreter does, for exit handlers
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     threading._shutdown()  # joins threads, as an interpreter does first
