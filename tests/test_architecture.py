@@ -232,6 +232,8 @@ def test_no_environment_writes_no_globals_no_type_questions() -> None:
                     and ast.unparse(node.value) == "os.environ"
                 )
                 or called in ("os.putenv", "os.environ.update", "os.environ.setdefault")
+                # The host would wait for the device: from_host() does not.
+                or (called == "torch.tensor" and any(word.arg == "device" for word in node.keywords))
                 or (isinstance(node, ast.Call) and called == "isinstance" and "Engine" in ast.unparse(node.args[1]))
             ):
                 wrong.append(f"{NAMES[path]}:{node.lineno} {ast.unparse(node)}")

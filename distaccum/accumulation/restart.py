@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _STATISTICS = "its batch normalization is over the micro-batch, and parts of it have other statistics"
 _SINGLE = "it is a single sample"
-_RISING = 2  # windows in a row in which the allocator had to try again
 
 
 class Restarting:
@@ -51,7 +50,6 @@ class Restarting:
 
     def __init__(self, engine: Engine, run: Callable[..., Outcome] = run_window) -> None:
         self._engine, self._run, self._marks = engine, run, engine.memory_marks
-        self._retried = self._rising = 0  # allocations since the start; windows in a row with more of them
 
     def run(self, window: Window, loss: Loss, records: RecordedWindow | None = None, **options: Any) -> Outcome:
         """Runs ``window``, as often as memory runs out in it.
@@ -87,8 +85,6 @@ class Restarting:
             engine.zero_gradients()
         for shape in set(shapes):
             marks.prove(shape)
-        if shapes:
-            self._watch(plan, loss)
         return outcome
 
     def _said(self, error: Exception, plan: Window, loss: Loss) -> str:
@@ -137,29 +133,6 @@ class Restarting:
         why = f"rank {engine.world.rank} gave up its window, out of memory in {place}: {said}"
         step = replace(engine.step(), given_up=why)
         return LossSums(engine.device, plan.assignment).outcome(plan.counts, step)
-
-    def _watch(self, plan: Window, loss: Loss) -> None:
-        """Lowers the mark where the allocator had to try again in two windows in a row.
-
-        A device that is nearly full frees its cache and tries again, which is slow.
-        """
-        found = _allocation_retries(self._engine.device)
-        self._rising = self._rising + 1 if found > self._retried else 0
-        self._retried = found
-        if self._rising < _RISING:
-            return
-        self._rising = 0
-        shapes = [shape_of(micro.batch) for micro in plan.micro_batches]
-        i = max(range(len(shapes)), key=lambda n: math.prod(shapes[n]))
-        if not why_whole(self._engine, plan, i, loss):
-            self._marks.fail(shapes[i])
-            self._marks.looked = True
-            _log.warning("memory is short: micro-batches from %s on are run in parts from here on", shapes[i])
-
-
-def _allocation_retries(device: torch.device) -> int:
-    """Allocations that a GPU's allocator had to try again since the start."""
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def why_whole(engine: Engine, window: Window, i: int, loss: Loss, before: Sequence[Any] = ()) -> str:

@@ -16,6 +16,7 @@ from distaccum.data.window import Window
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, StepOutput
+from distaccum.engines.modules import from_host
 from distaccum.errors import MisuseError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, logged_sums, normalize_loss
@@ -93,7 +94,7 @@ def all_reduce_loss_sums(
     if own:
         others = world.size - world.rank - 1
         slots = [*[0.0] * (len(own) * world.rank), *own, *[0.0] * (len(own) * others)]
-        sums = torch.cat([sums, torch.tensor(slots, dtype=sums.dtype).to(sums.device)])
+        sums = torch.cat([sums, from_host(slots, sums)])
     found = world.all_reduce_(sums.unsqueeze(1)).squeeze(1)
     by_unit, rest = torch.split(found, [placed.numel(), len(found) - placed.numel()])
     return torch.cat([by_unit.view(placed.shape).sum(1), rest])

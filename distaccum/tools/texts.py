@@ -114,7 +114,7 @@ class Texts:
     def _text(self, engine: Engine, number: int, begin: Sequence[int]) -> dict[str, str]:
         settings, tokenizer = self._settings, self._prompts.tokenizer
         torch.manual_seed(keys_of([number], "texts", 0)[0])
-        ids = torch.tensor([list(begin)], device=engine.device)
+        ids = torch.tensor([list(begin)]).to(engine.device)
         made = _generate(engine.unwrapped_model, ids, settings)
         new: list[int] = made[0, len(begin) :].tolist()  # host read: the text
         end = getattr(tokenizer, "eos_token_id", None)

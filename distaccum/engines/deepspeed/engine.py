@@ -24,7 +24,7 @@ from distaccum.engines.deepspeed.compat import EngineLock, compute_in, load_deep
 from distaccum.engines.deepspeed.optimizer_state import EditedWeights, MasterWeights, check_rule, leaves_alone
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, WholeGroups, differ, fingerprint
-from distaccum.engines.modules import HostCopy, clean, trained
+from distaccum.engines.modules import HostCopy, clean, from_host, trained
 from distaccum.engines.optimizer_state import by_entry
 from distaccum.engines.optimizer_step import StepGuard
 from distaccum.engines.probe import GradientProbe
@@ -234,7 +234,7 @@ class DeepSpeedEngine(Engine):
         numbers = [float(bool(self._fault)), *map(float, used)]
         held = next((g for g in internals.accumulated(self._engine.optimizer, self._trained) if g is not None), None)
         dtype = torch.float64 if self._gradients.sharded or held is None else held.dtype
-        return torch.tensor(numbers, device=self.device, dtype=dtype)
+        return from_host(numbers, torch.empty(0, device=self.device, dtype=dtype))
 
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """Joins the reduction with zeros; no forward runs but those of :meth:`begin_window`."""
@@ -294,8 +294,7 @@ class DeepSpeedEngine(Engine):
         trace = 0 if self._trace is None else self._trace.number
         settings = fingerprint(self._optimizers, world_size=self._world.size)
         numbers = [trace, trace**2, settings, settings**2]
-        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        found = torch.cat((square, found, self._news.double().flatten()))
+        found = torch.cat((square, from_host(numbers, square), self._news.double().flatten()))
         if self._gradients.sharded:
             self._world.all_reduce_(found.unsqueeze(1))
         # Host read: DeepSpeed's own steps read the device as well.
@@ -320,7 +319,7 @@ class DeepSpeedEngine(Engine):
                 self._engine.step()
             applied = bool(self._engine.was_step_applied())
         self.zero_gradients()
-        on_device = torch.tensor(float(applied), device=self.device)
+        on_device = torch.full_like(norm, float(applied))
         known = norm if applied or spikes else torch.full_like(norm, nan)  # also where DeepSpeed itself has not stepped
         decision = HostCopy(torch.stack((on_device, scale, known)))
         if self._scaler:

@@ -31,7 +31,16 @@ from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduc
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
-from distaccum.engines.modules import HostCopy, blocks_of, full_tensor, is_meta, is_sharded, shard_like, trained
+from distaccum.engines.modules import (
+    HostCopy,
+    blocks_of,
+    from_host,
+    full_tensor,
+    is_meta,
+    is_sharded,
+    shard_like,
+    trained,
+)
 from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs
@@ -208,7 +217,7 @@ class FSDP2Engine(Engine):
         if self._replicated and self._mesh["replicate"].get_local_rank():
             tensor = torch.full_like(tensor, torch.nan if self._fault else 0.0)  # the first replica gives the norms
         settings = fingerprint(self._optimizers, world_size=self._world.size)
-        own = torch.tensor([float(self._order.checksum), settings], dtype=tensor.dtype, device=tensor.device)
+        own = from_host([float(self._order.checksum), settings], tensor)
         sums = torch.cat((tensor, own, own.square(), self._used.marks(tensor)))
         dist.all_reduce(sums)
         length, both = len(tensor), len(own)

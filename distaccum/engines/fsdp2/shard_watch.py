@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.gradient_watch import CHANGED_BY_HAND
-from distaccum.engines.modules import HostCopy
+from distaccum.engines.modules import HostCopy, from_host
 from distaccum.errors import MisuseError
 from distaccum.program import SHARD_FUNCTIONS, load
 
@@ -118,7 +118,7 @@ class UsedParameters:
         """1.0 for each parameter that this rank has used, else 0.0; of the type and on the device of ``like``."""
         if self._sent is None or self._sent[0] != self._used or self._sent[1].device != like.device:
             marks = [float(number in self._used) for number in range(len(self._shards))]
-            self._sent = frozenset(self._used), torch.tensor(marks, dtype=like.dtype, device=like.device)
+            self._sent = frozenset(self._used), from_host(marks, like)
         return self._sent[1]
 
     def drop_unused(self, sums: Tensor) -> bool:

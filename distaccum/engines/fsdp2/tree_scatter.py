@@ -72,10 +72,10 @@ class WholeNorms:
         wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
         owners = owners_by_size([parameter.numel() for parameter in parameters], self._ranks)
         own = [i for i, owner in enumerate(owners) if owner == self._rank]
-        norms = torch.zeros(len(shards), dtype=wide, device=shards[0].device) if shards else torch.zeros(0)
-        if own_wholes := self._gather(parameters, shards, owners, own, wide):
-            norms[own] = norms_of(own_wholes)
-        return norms
+        zero = torch.zeros((), dtype=wide, device=shards[0].device) if shards else torch.zeros(())
+        wholes = self._gather(parameters, shards, owners, own, wide)
+        norms = dict(zip(own, norms_of(wholes).unbind(), strict=True))
+        return torch.stack([norms.get(i, zero) for i in range(len(shards))]) if shards else zero.new_zeros(0)
 
     def _gather(
         self,

@@ -17,9 +17,6 @@ from torch.optim import SGD
 from distaccum import Accumulator, DataSpec, World
 from distaccum.accumulation import restart
 from distaccum.accumulation import step as accumulation_step
-from distaccum.data.cutting import Shape
-from distaccum.engines.base import Restart
-from distaccum.engines.ddp.engine import DDPEngine
 from distaccum.errors import ResourceError
 
 MICRO, WINDOW = 4, 8
@@ -144,36 +141,6 @@ def test_a_checkpoints_marks_cut_nothing_that_may_not_be_cut(gloo_world: World) 
     assert torch.equal(model.layer.weight, before)
     acc.abandon()
     acc.close()
-
-
-@pytest.mark.parametrize(
-    ("loss", "change", "falls"),
-    [(squares, nothing, True), (_contrastive, nothing, False), (squares, _counts, False)],
-    ids=["sum", "no sum", "counts"],
-)
-def test_two_windows_of_rising_retries_lower_the_mark(
-    gloo_world: World, loss: Any, change: Callable[[Any], None], falls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _falling(gloo_world, Line(change), loss, monkeypatch) == [False, False, False, False, falls, falls]
-
-
-def test_retries_lower_no_mark_where_no_window_begins_again(gloo_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at two samples would be a rank's own, in forwards that may be collectives."""
-    monkeypatch.setattr(DDPEngine, "restart", Restart.REFUSED)
-    assert not any(_falling(gloo_world, model := Line(), squares, monkeypatch))
-    assert model.forwards == 6 * WINDOW // MICRO
-
-
-def _falling(world: World, model: Line, loss: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the mark has fallen after each window, of an allocator that tries again in some of them."""
-    acc, data = accumulator(world, model, samples=6 * WINDOW)
-    retries, found = iter((0, 3, 3, 4, 5, 5)), []
-    monkeypatch.setattr(restart, "_allocation_retries", lambda _: next(retries))
-    for window in acc.windows(data):
-        acc.step(window, loss)
-        found.append(acc.engine.memory_marks.is_too_large(Shape(MICRO, 3)))
-    acc.close()
-    return found
 
 
 def _moved(model: Line, data: DataSpec) -> Tensor:
