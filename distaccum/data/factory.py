@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -225,6 +227,10 @@ def _name_of_context(value: Any) -> Any:
     return value.get_start_method() if hasattr(value, "get_start_method") else value
 
 
+_LONGEST_TEMPORARY = 75
+"""Of the 107 bytes that a socket's path may have, ``multiprocessing`` adds 32: ``/pymp-12345678/listener-12345678``."""
+
+
 def loading_options(
     source: DataSpec,
     *,
@@ -236,12 +242,18 @@ def loading_options(
     """How a source's samples are loaded: as its own ``DataLoader`` says where that has processes, else as stated.
 
     A Hugging Face stream has processes only where some are stated: the order of its samples depends on their number.
+
+    Raises:
+        ConfigError: the processes could not send a batch, as the path of their sockets would be too long.
     """
     own = replace(source.workers, prefetch_windows=prefetch_windows, most_ahead=most_ahead)
-    if own.num_workers and (num_workers or not is_unsplit(source.train)):
-        return own
-    stated = {name: value for name, value in (options or {}).items() if value is not None}
-    return replace(own, num_workers=num_workers, **stated)
+    if not own.num_workers or (is_unsplit(source.train) and not num_workers):
+        stated = {name: value for name, value in (options or {}).items() if value is not None}
+        own = replace(own, num_workers=num_workers, **stated)
+    if own.num_workers and (length := len(os.fsencode(tempfile.gettempdir()))) > _LONGEST_TEMPORARY:
+        problem = f"has {length} bytes, and loading processes have sockets there: {_LONGEST_TEMPORARY} are the most"
+        raise ConfigError("TMPDIR", tempfile.gettempdir(), problem, "Name a shorter folder, or use num_workers=0")
+    return own
 
 
 def build_loader(

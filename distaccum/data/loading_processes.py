@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import multiprocessing
@@ -161,6 +162,7 @@ _SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
 _ENDS_WITHIN_S = 2.0
+_NO_MORE = (errno.EAGAIN, errno.ENOMEM)
 _MOST_NESTED = 1000  # objects of a dataset that are looked at
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
 
@@ -210,8 +212,24 @@ class Iteration:
         finalize(self, self._kept.clear).atexit = False
 
     def begin(self, source: Iterable[_T]) -> Iterator[_T]:
-        """``iter(source)``, which may fork loading processes; they destroy no garbage of this process."""
-        iterator = _iterate(source)
+        """``iter(source)``, which may fork loading processes; they destroy no garbage of this process.
+
+        Raises:
+            DataError: not all of them could be started, as there are too many processes or memory is over.
+        """
+        before = set(active_children())
+        try:
+            iterator = _iterate(source)
+        except BaseException as error:
+            # Those that were forked may not have begun to listen to this process, which would wait for them at its end.
+            for process in set(active_children()) - before:
+                process.kill()
+                process.join()
+            if getattr(error, "errno", None) in _NO_MORE or "can't start new thread" in str(error):
+                problem = f"not all of {getattr(source, 'num_workers', 0)} loading processes could be started ({error})"
+                remedy = "Lower num_workers, or raise the limit of processes (ulimit -u, pids.max) or of memory"
+                raise DataError(f"{problem}. {remedy}") from error
+            raise
         self._kept[:] = [iterator]
         return iterator
 

@@ -147,7 +147,12 @@ def test_a_very_first_window_that_is_spoiled_leaves_no_state(world: int) -> None
             assert found == {"applied": [False, True, True], "state made": 0, "as without it": True}
 
 
-@pytest.mark.fault("the loss scale at its floor", group="numbers", does="stays there, and a good window trains")
+@pytest.mark.fault(
+    "the loss scale falls to its floor",
+    group="numbers",
+    does="stays there, and a good window trains; an alert on the console and in W&B",
+    says="the loss scale has collapsed: it has fallen to its minimum, 4, at step ...",
+)
 @pytest.mark.parametrize("way", ["step, fused", "backward, plain"])
 def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(way: str) -> None:
     found = _everyone(2, "endings", f"200 overflows, {way}")

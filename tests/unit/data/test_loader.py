@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.datasets.digits import digits
 from distaccum.data.datasets.text import docs, text
 from distaccum.data.datasets.tokens import tokens
-from distaccum.data.factory import build_loader, make_plan
+from distaccum.data.factory import build_loader, loading_options, make_plan
 from distaccum.data.held_out import HeldOut
 from distaccum.data.loader import MapWindowLoader
 from distaccum.data.loading_processes import reading
@@ -251,6 +253,54 @@ def test_an_error_that_no_death_explains_is_told_at_once(gloo_world: World) -> N
     problem, began = ValueError("a user's"), time.monotonic()
     assert loading_processes.explain(problem, [], "a window", gloo_world) is problem
     assert time.monotonic() - began < 1
+
+
+@pytest.mark.fault(
+    "a loading process cannot be started: the limit of processes is reached, or memory is over",
+    group="processes",
+    does="`failed`, exit code 1, and all processes end",
+    says="not all of 2 loading processes could be started ([Errno 11] ...). Lower num_workers, or raise the limit of "
+    "processes (ulimit -u, pids.max) or of memory",
+)
+@pytest.mark.filterwarnings("ignore:.*_MultiProcessingDataLoaderIter.__del__")  # torch's own, half made
+def test_where_one_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]) -> None:
+    fork, forked = os.fork, list[int]()
+
+    def fork_once() -> int:
+        if forked:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        forked.append(fork())
+        return forked[0]
+
+    monkeypatch.setattr(os, "fork", fork_once)
+    loader = DataLoader(range(8), num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        loading_processes.Iteration().begin(loader)
+    says(str(caught.value))
+    assert not loading_processes.children()
+    with pytest.raises(ProcessLookupError):  # this process would wait for it at its end
+        os.kill(forked[0], 0)
+    del caught
+    gc.collect()
+
+
+@pytest.mark.fault(
+    "`TMPDIR` has more than 75 bytes, with loading processes",
+    group="settings",
+    does="exit code 2, before the process group",
+    says="TMPDIR=...: has 76 bytes, and loading processes have sockets there: 75 are the most",
+)
+def test_a_temporary_folder_of_too_long_a_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
+) -> None:
+    data = DataSpec(train=list(range(8)))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 74)
+    assert loading_options(data, num_workers=1).num_workers == 1
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 75)
+    assert loading_options(data).num_workers == 0
+    with pytest.raises(ConfigError) as caught:
+        loading_options(data, num_workers=1)
+    says(str(caught.value))
 
 
 _KILLED_WHILE_A_BATCH_TRAVELS = """
