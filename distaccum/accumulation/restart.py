@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from distaccum.accumulation.batch_norm import batch_statistics
 from distaccum.accumulation.step import LossSums, Outcome, run_window
@@ -93,7 +94,8 @@ class Restarting:
         if not is_out_of_memory(error):
             raise error
         stepped = engine.activity.phase is Phase.STEP  # weights may have moved
-        whole = stepped or not plan.micro_batches or isinstance(loss, InOrder)  # nothing is cut
+        broken = isinstance(error, dist.DistBackendError)  # its communicator is, too
+        whole = stepped or broken or not plan.micro_batches or isinstance(loss, InOrder)  # nothing is cut
         if engine.restart is Restart.REFUSED and not whole:
             shape = shape_of(plan.micro_batches[engine.activity.done].batch)
             self._marks.fail(shape, apart=not batch_statistics(engine.unwrapped_model))

@@ -110,13 +110,15 @@ def _shown(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-# What allocators and libraries say that have no error class of their own: the host's, oneDNN's, cuBLAS's, CUDA's.
+# What allocators and libraries without an error class of their own say: the host's, oneDNN's, cuBLAS's, CUDA's, NCCL's.
 _SAID = (
     "can't allocate memory",
     "std::bad_alloc",
     "could not create a memory object",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
+    "Cuda failure 2 'out of memory'",
+    "Failed to CUDA calloc",
 )
 _OF_A_MICRO_BATCH = (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCTION)
 
@@ -133,7 +135,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, world: World) -> ResourceError:
     """What was done, and what needs less memory."""
-    device, place = world.device.type == "cuda" and isinstance(error, torch.OutOfMemoryError), world.activity.now()
+    device, place = world.device.type == "cuda" and "cuda" in str(error).lower(), world.activity.now()
     micro = f", micro-batch {place.done + 1} of this rank" if place.phase in _OF_A_MICRO_BATCH else ""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     host = "" if device else ", or lower trainer.num_workers: this is the host's memory"

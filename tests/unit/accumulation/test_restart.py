@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -196,6 +197,26 @@ def test_a_first_copy_that_does_not_fit_is_of_the_first_micro_batch(
     acc.step(next(acc.windows(data)), squares)
     assert [shape.rows for shape in acc.engine.memory_marks.failed] == [MICRO]
     torch.testing.assert_close(model.layer.bias.detach(), expected)
+    acc.close()
+
+
+_NCCL = "NCCL error in: x.cpp:9, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+
+
+@pytest.mark.parametrize("last", ["Failed to CUDA calloc async 608 bytes", "Cuda failure 2 'out of memory'"])
+def test_memory_that_is_over_in_nccl_is_told_as_such_and_begins_nothing_again(gloo_world: World, last: str) -> None:
+    """Its communicator has failed, and another try would fail in it."""
+    acc, data = accumulator(gloo_world, model := Line())
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        del model, batch
+        raise dist.DistBackendError(f"{_NCCL}ncclUnhandledCudaError: CUDA function failed.\nLast error:\n{last}")
+
+    with pytest.raises(ResourceError, match=r"out of memory in .*NCCL error.*Lower batch.micro_size"):
+        acc.step(next(acc.windows(data)), loss)
+    assert model.forwards == 0
+    assert not acc.engine.memory_marks.failed
+    acc.abandon()
     acc.close()
 
 
