@@ -35,6 +35,7 @@ METRICS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     finished = succeed(
         *SHORT, "trainer.eval_every=4", "checkpoint.every=2", f"hydra.run.dir={tmp_path}", world=2, torchrun=True

@@ -16,7 +16,7 @@ WORKER = Path(__file__).parent / "workers" / "inference.py"
     ("world", "warm", "engines"),
     [
         (1, "distaccum", ["ddp", "fsdp2"]),
-        (2, "distaccum", ["ddp", "zero1", "fsdp2"]),
+        pytest.param(2, "distaccum", ["ddp", "zero1", "fsdp2"], marks=pytest.mark.slow),
         pytest.param(2, "deepspeed", ["deepspeed-1", "deepspeed-3"], marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
         pytest.param(1, (), marks=heavy),
         pytest.param(1, (GROUPED,), marks=slow),
         pytest.param(2, (), marks=slow),
-        (2, (GROUPED, "trainer.num_workers=1")),
+        pytest.param(2, (GROUPED, "trainer.num_workers=1"), marks=slow),
         pytest.param(2, ("engine=zero1",), marks=heavy),
         pytest.param(2, ("engine=fsdp2",), marks=slow),  # ranks have other numbers of micro-batches
         pytest.param(2, ("engine=fsdp2", GROUPED), marks=heavy),

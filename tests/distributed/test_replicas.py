@@ -14,6 +14,7 @@ def found() -> Any:
     return answer("replicas")
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_train_to_the_end(found: dict[str, Any]) -> None:
     for rank in found["clean"]:
         assert rank == {"said": "", "windows": 8, "every": 2}

@@ -186,6 +186,7 @@ def test_what_was_found_stays_mended(name: str) -> None:
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, derandomize=True, database=None, print_blob=True, suppress_health_check=QUIET)
 @given(cells)
 def test_runs_are_whole_or_say_what_is_lost(cell: tuple[Plan, list[Attempt]]) -> None:

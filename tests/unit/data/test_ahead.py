@@ -138,7 +138,11 @@ def test_a_dataset_knows_its_epoch_from_the_middle_of_one_on(gloo_world: World, 
 
 @pytest.mark.parametrize(
     ("workers", "windows", "options"),
-    [(2, 1, {}), (2, 3, {"persistent_workers": False}), (2, 1, {"prefetch_factor": 9})],
+    [
+        (2, 1, {}),
+        pytest.param(2, 3, {"persistent_workers": False}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"prefetch_factor": 9}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_samples_draw_is_the_same_however_they_are_loaded(
     whole: Drawn, gloo_world: World, workers: int, windows: int, options: dict[str, Any]

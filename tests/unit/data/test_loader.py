@@ -358,6 +358,7 @@ class _Collects:
         return torch.tensor(index)
 
 
+@pytest.mark.slow
 def test_loading_processes_destroy_nothing_of_the_training(gloo_world: World) -> None:
     gc.disable()
     try:

@@ -212,6 +212,7 @@ def test_the_largest_micro_batch_is_told_from_two_small_ones() -> None:
     assert fitting.estimate(peak, 50.0, trials=(2, 4), most=16) == [2]
 
 
+@pytest.mark.slow
 def test_a_smaller_micro_batch_is_tried_where_memory_is_over() -> None:
     tried = []
 
@@ -227,6 +228,7 @@ def test_a_smaller_micro_batch_is_tried_where_memory_is_over() -> None:
         fitting.at_largest(measure, (64, 32), CPU)
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_window_is_its_own_tensors() -> None:
     kept = torch.ones(1000)
 

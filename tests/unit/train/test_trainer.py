@@ -78,6 +78,7 @@ def test_callbacks_are_called_in_order(gloo_world: World, tmp_path: Path) -> Non
     assert heard.events == updates
 
 
+@pytest.mark.slow
 def test_torchmetrics_see_what_counts(gloo_world: World, tmp_path: Path) -> None:
     metrics = {
         "f1": classification.MulticlassF1Score(num_classes=3, average="micro"),
