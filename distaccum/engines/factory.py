@@ -222,8 +222,10 @@ def create(
         raise ConfigError("world size", world.size, problem, remedy)
     if world.device.type == "cuda" and world.backend == GLOO:
         refuse_gloo(context.engine, world.device, key="backend")
+    from distaccum.program import ALIASES, load  # noqa: PLC0415  where an engine is made
+
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    ownership, checkpoints = Ownership(model, optimizers), None
+    ownership, checkpoints, aliases = Ownership(model, optimizers), None, load(ALIASES)(model)
     try:
         _check_optimizers(model, optimizers)
         if world.is_main:
@@ -233,6 +235,7 @@ def create(
         checkpoints = checkpoint_activations(model, context.engine, compiled=bool(parts))
         build = create_plain if context.builder is None else context.builder.create
         made = build(model, optimizers, world, context)
+        aliases.expect_kept(made)
     except BaseException:
         if checkpoints is not None:
             checkpoints.undo()

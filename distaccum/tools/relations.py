@@ -20,6 +20,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
 from distaccum.losses.normalize import SINGLE, Count, as_counts
+from distaccum.tools.samples_apart import SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
 from distaccum.verification.additivity import in_16_bits, rows_of
@@ -48,7 +49,7 @@ class Relations:
         self.allow: Sequence[str] = ()
         """Those that a program breaks on purpose, of ``config.checks.RELATIONS``."""
         self._several = micro_batches > 1 or engine.world.size > 1
-        self.weights, self.samples = WeightsAtRest(engine), SamplesRun(engine)
+        self.weights, self.samples, self.apart = WeightsAtRest(engine), SamplesRun(engine), SamplesApart(engine)
         self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
         self._size = ""  # how a backward depends on the size of its gradient
 
@@ -149,14 +150,27 @@ class Relations:
         why = "a hook clips a gradient inside the backward, or a function adds one of its own"
         return f"{found[0]} where that is {self.factor:g} times as large: {why}"
 
+    # --- the gradients of samples add up
+
+    def _parts_in_words(self, *, fits: bool) -> str:
+        """A collective."""
+        found = "" if "parts" in self.allow else self.apart.problem(fits=fits)
+        others = self._world.all_gather_names([found] if found else [])
+        if not others:
+            return ""
+        why = "A hook or a function in the backward looks at the whole micro-batch, or adds a gradient for each"
+        remedy = "write it as a term of the loss, summed over samples"
+        return f"the model's outputs are those of its samples, and its gradient is not: {others[0]}. {why}: {remedy}"
+
     # --- all of them
 
-    def check(self, held: Mapping[str, Tensor], unit: float) -> None:
+    def check(self, held: Mapping[str, Tensor], unit: float, *, fits: bool) -> None:
         """Before the step; a collective.
 
         Args:
             held: the reduced gradients, or this rank's pieces of them.
             unit: what they are multiplied by.
+            fits: whether a rank can hold the whole model.
 
         Raises:
             VerificationError: a relation does not hold; on all ranks.
@@ -173,6 +187,7 @@ class Relations:
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
         if moved:
             self._tell("state", moved[0])
+        self._refuse("parts", self._parts_in_words(fits=fits))
 
     def _refuse(self, relation: str, problem: str) -> None:
         """Ends the window, unless that is allowed; every rank gives the same."""

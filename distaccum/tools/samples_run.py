@@ -39,9 +39,9 @@ class SamplesRun:
             self._hook = self._model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, _: Any, args: Any, kwargs: Any) -> None:
-        addresses = {_address(leaf) for leaf in tree_flatten((args, kwargs))[0]} - {0}
+        addresses = {address(leaf) for leaf in tree_flatten((args, kwargs))[0]} - {0}
         for number, tensors in enumerate(self._given):
-            if any(_address(one()) in addresses for one in tensors):
+            if any(address(one()) in addresses for one in tensors):
                 self._called.add(number)
 
     def ends(self) -> None:
@@ -64,7 +64,7 @@ class SamplesRun:
             self._hook = None
 
 
-def _address(tensor: Any) -> int:
+def address(tensor: Any) -> int:
     """Where its memory begins; 0 of what has none of its own, as within torch.func's transforms."""
     if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
         with suppress(RuntimeError):

@@ -7,7 +7,7 @@ numbers are constants: what is left out at random would differ from one forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class _Look:
 
     def __init__(self, engine: Engine, loss: Loss) -> None:
         self._engine, self._loss = engine, loss
-        self.weights = {} if engine.facts.forward_communicates else trained(engine.unwrapped_model)
+        self.weights: dict[str, Any] = {} if engine.facts.forward_communicates else trained(engine.unwrapped_model)
         self.constants = _Constants()
         self._random, self._others = KeyedRandom(engine.device), OtherGenerators()
         self._buffers = Buffers(engine)
@@ -124,15 +124,19 @@ class _Look:
         return total
 
 
-def gradient_of_parts(engine: Engine, loss: Loss, apart: Sequence[Any], together: Any) -> str:
+def gradient_of_parts(
+    engine: Engine, loss: Any, apart: Sequence[Any], together: Any, weights: Mapping[str, Tensor] | None = None
+) -> str:
     """In words, a gradient that is no sum over samples though the loss is one; empty where it is, or nobody can tell.
 
     Args:
         engine: of a model whose forwards are local.
         loss: of a micro-batch.
         apart, together: the same samples, on the host.
+        weights: whole ones, that stand in the places of shards.
     """
     look = _Look(engine, loss)
+    look.weights = look.weights if weights is None else dict(weights)
     with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants:
         (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]

@@ -16,9 +16,8 @@ from distaccum.engines.modules import to_local
 from distaccum.errors import MisuseError, VerificationError, shorten
 from distaccum.losses.base import InOrder
 from distaccum.losses.normalize import Counts, LossSum
-from distaccum.program import FAULT, HOOKED, load
+from distaccum.program import FAULT, HOOKED, SLOPE, load
 from distaccum.verification.comparison import Comparison, compare
-from distaccum.verification.directional import compare_with_slope
 from distaccum.verification.expected import CLOSING, Expected, first_line, whole_numel
 from distaccum.verification.optimizer_watch import OptimizerWatch
 from distaccum.verification.plain_autograd import PlainGradient
@@ -40,7 +39,7 @@ class GradientProof:
     Where a rank can hold the whole model, by plain autograd over the bare model: micro-batch after micro-batch with the
     same random numbers, summed over the ranks. With the loss at hand the forward is run again; in a loop of the user's
     the graph of the loss is walked once more, past the engine. Where a model is sharded and large, by the difference of
-    the window's losses at two points on a line: see ``directional.py``.
+    the window's losses at two points on a line: see ``tools/directional.py``.
 
     Two things are compared: before the step the gradient that the engine holds, parameter by parameter, up to one
     factor (the loss scale); and in the optimizers' own ``step``, before they move a weight, the norm of what they are
@@ -111,7 +110,7 @@ class GradientProof:
             return
         if self.records.loss is not None and not too_large:
             self._run_again()
-        self.records.relations.check(held, self.records.loss_scale * divisor)
+        self.records.relations.check(held, self.records.loss_scale * divisor, fits=not too_large)
         (failed,) = self._world.all_reduce_host([bool(self._problem)])
         if failed and (not sharded or self.records.loss is None):
             self._give_up()
@@ -149,7 +148,8 @@ class GradientProof:
 
     def _by_slope(self, held: Mapping[str, Tensor], divisor: float) -> Expected | None:
         """Where the model is sharded, and too large for a rank; a collective. None where nothing can be told."""
-        found = compare_with_slope(self._engine, self.records, held, divisor=divisor, clip_value=self._clip_value)
+        options = {"divisor": divisor, "clip_value": self._clip_value}
+        found: Expected | str = load(SLOPE)(self._engine, self.records, held, **options)
         if isinstance(found, Expected):
             return found
         self._problem = found

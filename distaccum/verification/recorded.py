@@ -99,6 +99,8 @@ class RecordedWindow:
         if given is not None:
             self.relations.samples.begins(given.batch)
         self.relations.weights.before_forward()
+        if self.loss is None or self._engine.facts.forward_communicates:  # else the check of the loss has looked
+            self.relations.apart.before_forward()
         self.states.append(RNGState.capture(self._engine.device))
 
     def draw_again(self, i: int) -> None:
@@ -111,6 +113,7 @@ class RecordedWindow:
         """Notes a micro-batch's losses, and its counts where the window does not know them; its forward has ended."""
         self.relations.weights.after_forward()
         self.relations.samples.ends()
+        self.relations.apart.after_forward()
         if not isinstance(self.loss, InOrder):
             self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
@@ -134,4 +137,5 @@ class RecordedWindow:
         """Frees what was recorded."""
         self.relations.weights.forget()
         self.relations.samples.forget()
+        self.relations.apart.forget()
         self.states, self.batches, self.loss, self.buffers = [], [], None, None
