@@ -145,9 +145,10 @@ def finish_step(engine: Engine, window: Window) -> StepOutput:
         engine.shadow_micro_step()
     elif isinstance(window.counts, WatchedCounts):
         _check_division(window.counts, engine.gradient_divide_factor)
-    if isinstance(window.counts, WatchedCounts) and window.counts.means is not None:
-        window.counts.means.check(engine.world, closing="plan_windows(verify='never') trains without this check")
-    output = engine.step()
+    with engine.finishing():
+        if isinstance(window.counts, WatchedCounts) and window.counts.means is not None:
+            window.counts.means.check(engine.world, closing="plan_windows(verify='never') trains without this check")
+        output = engine.step()
     _raise_fault(output)
     return output
 

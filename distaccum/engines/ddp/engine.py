@@ -36,6 +36,7 @@ from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
 
 _NOTHING = nullcontext()
+_UNREDUCED = "step() before the gradients are reduced: give the window's last micro-step sync=True"
 
 
 class DDPEngine(Engine):
@@ -142,6 +143,10 @@ class DDPEngine(Engine):
             self._open_window()
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
+        if left := self._communicating.micro_steps_left(sync=sync):
+            self._join_with_nan()
+            problem = f"micro_step(sync=True) with {left} micro-steps of the window left"
+            raise MisuseError(f"{problem}: give it to the last one; no rank steps")
         if not self._ran or self._communicating.synchronized:
             self._communicating.micro_step_begins(first=not self._ran)
         vars(self._ddp)["called"] = False  # by no way round: once a micro-step
@@ -296,7 +301,8 @@ class DDPEngine(Engine):
             MisuseError: gradients were changed by hand, or no micro-step was one with ``sync``.
         """
         if not self._reduced:
-            raise MisuseError("step() before the gradients are reduced: give the window's last micro-step sync=True")
+            self._join_with_nan()
+            raise MisuseError(_UNREDUCED)
         self._watch.check()
         self.buffers.check()
         among = self._unused.masked(self._world, needs_some=self._ran) if self._unused.looks else None
@@ -352,13 +358,23 @@ class DDPEngine(Engine):
         self._drop_gradients()
         self._ran = self._reduced = False
         self._fault, self._missing = "", []
-        self._communicating.micro_steps = None
+        self._communicating.window_ends()
         self._reducer.begin(None)
         self._close_window()
 
     def finishing(self) -> AbstractContextManager[None]:
-        """See :class:`Engine`."""
+        """See :class:`Engine`; where this rank has not reduced, others may have."""
+        if self._ran and not self._reduced:
+            self._fault = _UNREDUCED
+            self._join_with_nan()
         return uncounted()
+
+    def _join_with_nan(self) -> None:
+        """Takes part in the others' reduction, so that no rank waits for this one, and none steps."""
+        with self._unused.ignoring(), uncounted():
+            self._reduction.join(nan)
+        self._reduced = True
+        self._watch.note()
 
     def _gradients_changed(self) -> bool:
         """Whether the gradients are others, or have other versions, than this engine left."""

@@ -734,6 +734,18 @@ def test_level_one_tells_of_a_fault_and_of_calls_out_of_order() -> None:
                 finish_step(engine, window)
         else:
             assert not finish_step(engine, window).applied
+        engine.begin_window(1)
+        with engine.micro_step(sync=world.rank == 1):
+            engine.backward(engine.model(window.micro_batches[0].batch).sum())
+        if world.rank == 0:  # the other rank has reduced, and does not step alone
+            with pytest.raises(MisuseError, match=r"step\(\) before the gradients are reduced"):
+                finish_step(engine, window)
+        else:
+            assert not finish_step(engine, window).applied
+        engine.zero_gradients()
+        engine.begin_window(2)
+        with pytest.raises(MisuseError, match="with 1 micro-steps of the window left"):
+            engine.micro_step(sync=True)
         raise KeyError("done")
 
     _refused(run_ranks(2, program), "done", KeyError)
