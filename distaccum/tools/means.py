@@ -102,7 +102,7 @@ class Means:
                 numbers = parts | (labels if all(term.labels for term in terms) else {})
                 problem = _forgotten(terms, count, changing=changing) or _factored(terms, count, numbers)
                 own += [where + problem] if problem else []
-                shares.append((name, *_share(terms, count, where)))
+                shares += [(name, *_share(terms, count, where)), (f"{name}, divided", *_divided(terms, count, where))]
         told = world.all_gather_object((own[:1], shares))
         problems = [one for each, _ in told for one in each] or _miscounted([one for _, each in told for one in each])
         if problems:
@@ -309,6 +309,25 @@ def _share(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str
         remedy = "count the labels that it does not ignore, after a shift, each with the weight of its class"
         told = f"{where}is a mean over {term.items:g} ({term.kind}), and its count is {count:g}: {remedy}"
     return term.factor / term.items, told
+
+
+def _divided(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str]:
+    """What an item weighs in a loss of samples, but for its sizes; and in words that no count of items divides it."""
+    term = next((term for term in terms if term.of_samples and term.items and term.factor), None)
+    if term is None:
+        return nan, ""
+    sizes = [size for size in (term.items, *term.shape, prod(term.shape[1:])) if not _close(size, count)]
+    by_size = [divisor for divisor in term.divisors if any(_close(divisor, size) for size in sizes)]
+    odd = [divisor for divisor in term.divisors if divisor not in by_size and not _close(divisor, count)]
+    if not term.mean and not term.divisors and any(_close(by, count) for by in term.multipliers):
+        odd = [1.0]  # a mean over one
+    told = ""
+    if odd and count >= _PAIR and term.shape[:1] != (1,):  # else of one sample, by what is its own
+        remedy = "give the sum over what is divided by as its count, or divide by what all micro-batches have in common"
+        told = f"{where}is divided by {odd[-1]:g} ({term.kind}), others by other numbers, and its count is {count:g}"
+        told = f"{told}: {remedy}"
+    by_items = abs(term.factor) / count if term.mean else abs(term.factor)
+    return by_items * prod(by_size), told
 
 
 def _miscounted(shares: Sequence[tuple[str, float, str]]) -> list[str]:

@@ -46,6 +46,9 @@ class Forward:
     def mse(self, **options: Any) -> Tensor:
         return F.mse_loss(self.first, self.soft, **options)
 
+    def by_hand(self, weights: Tensor) -> Tensor:
+        return ((self.first - self.soft).square() * weights).sum() / weights.sum().clamp(min=1)
+
     def loop(self) -> list[Tensor]:
         return [F.cross_entropy(one, label) for one, label in zip(self.logits, self.labels, strict=True)]
 
@@ -126,6 +129,8 @@ RIGHT: dict[str, Program] = {
     "the same count everywhere": lambda f: (f.ce1(), f.samples * LENGTH, "mean"),
     "a function of one's own": lambda f: (Doubled.apply(f.ce()), f.tokens, "mean"),
     "an unknown whole": lambda f: (Doubled.apply(f.ce() * f.tokens), f.tokens),
+    "weights by hand, counted": lambda f: ((f.each() * f.mask).sum() / f.mask.sum(), f.mask.sum(), "mean"),
+    "one divisor everywhere": lambda f: (f.mse(reduction="sum") / 1.7, f.samples),
     "a learned factor": lambda f: (f.ce(reduction="sum") * f.head.sum().exp(), f.tokens),
 }
 _TWICE, _SCALED, _OTHER = (
@@ -133,6 +138,7 @@ _TWICE, _SCALED, _OTHER = (
     "multiplied by 65536",
     "is a mean over .* its count is",
 )
+_BY_HAND = "is divided by .*, others by other numbers, and its count is 6"
 _DIVIDED = "is divided by 4, as many as there are micro-batches"
 WRONG: dict[str, tuple[Program, str]] = {
     "forgotten": (lambda f: (f.ce(), f.tokens), _TWICE),
@@ -181,6 +187,9 @@ WRONG: dict[str, tuple[Program, str]] = {
     "class weights, beside another": (lambda f: (f.ce1(weight=WEIGHT) + f.mse(), f.samples, "mean"), _OTHER),
     "rows for tokens": (lambda f: (f.ce(), f.samples, "mean"), _OTHER),
     "padding, too": (lambda f: (f.ce(), f.labels.numel(), "mean"), _OTHER),
+    "weights by hand": (lambda f: (f.by_hand(f.first.detach()[:, :1].exp()), f.samples, "mean"), _BY_HAND),
+    "a mask by hand": (lambda f: (f.by_hand((f.first[:, :1] > 0).float()), f.samples, "mean"), _BY_HAND),
+    "a running scale": (lambda f: (f.mse(reduction="sum") / float(f.first.detach().norm()), f.samples), _BY_HAND),
     "before the shift": (
         lambda f: (F.cross_entropy(f.logits[:, :-1].flatten(0, 1), f.labels[:, 1:].flatten()), f.tokens, "mean"),
         _OTHER,
