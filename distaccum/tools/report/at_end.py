@@ -21,7 +21,9 @@ def best_evaluation(records: Path, evaluation: Mapping[str, float]) -> str:
     """The best evaluation in ``metrics.jsonl``, in words; empty for a single one, or where no name tells the best."""
     name = next((name for name in evaluation if known_mode(name)), "")
     with suppress(OSError, ValueError, TypeError, KeyError):  # it is for people alone
-        found = [json.loads(line) for line in records.read_text().splitlines() if f'"{name}": ' in line]
+        word = f'"{name}": '
+        with records.open() as lines:
+            found = [json.loads(line) for line in lines if word in line]
         finite = [(one[name], one["step"]) for one in found if name in one and math.isfinite(one[name])]
         sign = 1 if known_mode(name) == "min" else -1
         if len(finite) > 1:

@@ -12,6 +12,7 @@ from distaccum.tools.report.read import Record
 AXES = ("step", "samples", "tokens", "hours")
 # Of a record: where it is, and which rank is meant; neither is a quantity.
 _PLACES = frozenset(("step", "window", "epoch", "samples", "tokens", "slowest_rank"))
+_OF_NO_TABLE = _PLACES - {"epoch"} | {"applied"}
 _NUMBERS = 90_000  # in one report, of some 20 bytes each
 _MOST, _FEWEST = 1000, 50  # parts of a run that are drawn
 
@@ -136,6 +137,6 @@ def final(records: Sequence[Record]) -> Mapping[str, tuple[Any, int]]:
     for record in records:
         step = finite(record.get("step")) or 0
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in _PLACES - {"epoch"} | {"applied"}:
+            if name not in _OF_NO_TABLE and isinstance(value, int | float):
                 found[name] = (value, int(step))
     return found

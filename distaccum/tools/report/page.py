@@ -27,7 +27,7 @@ from distaccum.tools.report.compare import (
     summaries,
 )
 from distaccum.tools.report.marks import marks
-from distaccum.tools.report.read import Run
+from distaccum.tools.report.read import PARTS, Run
 
 _HERE = Path(__file__).parent
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -325,11 +325,17 @@ def _notes(runs: Sequence[Run], drawn: Sequence[Columns]) -> str:
     said = []
     for run, points in zip(runs, drawn, strict=True):
         name = f"{_text(run.name)}: " if len(runs) > 1 else ""
+        if run.logged > len(run.records):
+            said.append(
+                f"{name}of {run.logged:,} records {len(run.records):,} are read, for curves and tables: of each "
+                f"{-(-run.logged // PARTS):,} the last one, evaluations, what is not finite, and the extremes of loss and "
+                "gradient norm."
+            )
         if points.thinned:
             count = len(points.x["step"])
             said.append(
                 f"{name}{points.records:,} records are drawn as {count:,} points, the least and the greatest of each "
-                f"{points.records // (count // 2):,}; the tables are of all."
+                f"{points.records // (count // 2):,}; the tables are of all of these."
             )
         if run.damaged:
             said.append(f"{name}{run.damaged} lines of metrics.jsonl are damaged or cut short, and left out.")

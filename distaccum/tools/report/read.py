@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,10 @@ _OF_A_RUN = ("metrics.jsonl", "status.json", "plan.json", ".hydra/config.yaml")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 # The level is the first of these words in a line: those of a message come after it.
 _LOUD = re.compile(r"(?:(?!\b(?:DEBUG|INFO)\b).){0,60}?\b(?:WARNING|ERROR|CRITICAL)\b")
+_MOST_READ, PARTS, _MOST_RARE = 20_000, 4000, 8
+"""Records that are all read; of more, so many parts, each with a few of its records, and so many that are rare."""
+_LOSS, _NORM = b'"loss": ', b'"grad_norm": '
+_RARE = (b'"eval_', b"NaN", b"Infinity", b'"applied": false')
 _LOG_BYTES = 256 * 1024  # of each log, its end
 _MOST_LOGS, _MOST_LINES = 16, 200
 _LAST, _LAST_CHARACTERS = 60, 20_000  # lines of the end of each log
@@ -51,7 +58,8 @@ class Run:
     Attributes:
         name: what the report calls it.
         path: of the folder.
-        records: of ``metrics.jsonl``, in the file's order.
+        records: of ``metrics.jsonl``, in the file's order; of a long one those that tell the most.
+        logged: all of them, where they are more.
         damaged: lines of it that are no records.
         superseded: records that a resumed run has made again.
         status: ``state``, ``step`` and ``reason``.
@@ -68,6 +76,7 @@ class Run:
     name: str
     path: Path
     records: tuple[Record, ...] = ()
+    logged: int = 0
     damaged: int = 0
     superseded: int = 0
     status: Node = field(default_factory=dict)
@@ -112,14 +121,15 @@ def read_run(folder: Path, name: str = "") -> Run:
     if not isinstance(config, dict):  # of a run before there was this file
         config = _resolved(_yaml(folder / ".hydra" / "config.yaml", dict) or {})
     secrets = {*values_of(config), *values_of_environment()}
-    records, damaged = _records(folder / "metrics.jsonl")
+    records, logged, damaged = _records(folder / "metrics.jsonl")
     starts = environment.get("starts")
     return Run(
         name=name or folder.name,
         path=folder,
         records=tuple(records),
+        logged=logged,
         damaged=damaged,
-        superseded=len(_lines(folder / "metrics.superseded.jsonl")),
+        superseded=_count(folder / "metrics.superseded.jsonl"),
         status=redact(_json(folder / "status.json"), secrets),
         history=_json(folder / "history.json"),
         plan=redact(_json(folder / "plan.json"), secrets),
@@ -155,25 +165,66 @@ def _names(folders: list[Path]) -> list[str]:
     return names
 
 
-def _records(path: Path) -> tuple[list[Record], int]:
-    """The lines that are objects, and the number of those that are not, such as a last one that was cut short."""
+def _records(path: Path) -> tuple[list[Record], int, int]:
+    """The lines that are objects; the number of records; and that of lines that are none, as one that was cut short.
+
+    Of a run of weeks a part is read: to parse a million records takes ten times as long as to look for their losses.
+    """
     found: list[Record] = []
-    lines = _lines(path)
-    for line in lines:
+    logged = damaged = 0
+    lines = _count(path)
+    with ExitStack() as opened:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found, len(lines) - len(found)
+            file: Iterable[bytes] = opened.enter_context(path.open("rb"))
+        except _ABSENT:
+            return [], 0, 0
+        for line, read in _telling(file, -(-lines // PARTS)) if lines > _MOST_READ else zip(file, repeat(True)):
+            try:
+                record = json.loads(line) if read else {} if _is_whole(line) else None
+            except (ValueError, RecursionError):
+                record = None
+            logged += isinstance(record, dict)
+            damaged += not isinstance(record, dict)
+            if read and isinstance(record, dict):
+                found.append(record)
+    return found, logged, damaged
 
 
-def _lines(path: Path) -> list[bytes]:
+def _telling(lines: Iterable[bytes], each: int) -> Iterator[tuple[bytes, bool]]:
+    """Every line, and whether it is one of the telling ones of its ``each`` lines.
+
+    These are the last one, those of the least and the greatest loss and of the greatest gradient norm, and some that
+    have an evaluation, a number that is not finite, or a step that was skipped; of all lines the first one, too.
+    """
+    rest, first = iter(lines), {0}
+    while block := list(islice(rest, each)):
+        rare = [i for i, line in enumerate(block) if any(word in line for word in _RARE)]
+        losses, norms = ([_number_of(one, line) for line in block] for one in (_LOSS, _NORM))
+        last = next((i for i in reversed(range(len(block))) if _is_whole(block[i])), 0)
+        chosen = {*first, last, *rare[:: -(-len(rare) // _MOST_RARE) or 1]}
+        chosen |= {losses.index(min(losses)), losses.index(max(losses)), norms.index(max(norms))}
+        yield from ((line, i in chosen) for i, line in enumerate(block))
+        first = set()
+
+
+def _is_whole(line: bytes) -> bool:
+    return line[:1] + line[-2:] == b"{}\n"
+
+
+def _number_of(key: bytes, line: bytes) -> float:
+    at = line.find(key) + len(key)
     try:
-        return path.read_bytes().splitlines(keepends=True)
+        return float(line[at : line.index(b",", at)])
+    except ValueError:
+        return 0.0
+
+
+def _count(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            return sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
     except _ABSENT:
-        return []
+        return 0
 
 
 def _json(path: Path) -> Node:

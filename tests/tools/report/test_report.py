@@ -144,6 +144,32 @@ def test_several_runs_show_what_differs_and_which_is_better(tmp_path: Path) -> N
         read_runs([first, tmp_path / "1" / ".." / "1" / "run"])
 
 
+def test_of_a_long_run_what_tells_the_most_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of its records: the first and the last one, every extreme and whatever is rare among them."""
+    monkeypatch.setattr("distaccum.tools.report.read._MOST_READ", 100)
+    monkeypatch.setattr("distaccum.tools.report.read.PARTS", 20)
+    records = [record(step) for step in range(1, 1001)]
+    rare = {313: {"loss": 99.0}, 414: {"loss": -1.0}, 515: {"grad_norm": 50.0}, 616: {"eval_loss": 1.5}}
+    rare |= {717: {"loss": math.nan}, 818: {"applied": False}, 919: {"grad_norm": math.inf}}
+    for step, values in rare.items():
+        records[step - 1] |= values
+    folder = a_run(tmp_path / "run", records, more='nonsense\n{"st')
+    (run,) = read_runs([folder])
+    steps = [one["step"] for one in run.records]
+    assert {1, 1000, *rare} <= {*steps}
+    assert (run.logged, run.damaged) == (1000, 2)
+    assert len(steps) < 100 and steps == sorted(steps)
+    lowest, highest = (
+        min(records[50:100], key=lambda one: one["loss"]),
+        max(records[50:100], key=lambda one: one["loss"]),
+    )
+    assert {lowest["step"], highest["step"]} <= {*steps}
+    found = _page(folder)
+    assert f"of 1,000 records {len(steps)} are read" in found.text
+    rows = found.rows("last")
+    assert (rows["loss"][1], rows["grad_norm"][4], rows["eval_loss"][0]) == ("1,000", "50", "1.5")
+
+
 def test_what_is_damaged_is_left_out_and_counted(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run", [record(1), record(2)], more='[1, 2]\nnonsense\n{"step": 3, "loss": "text"}\n{"st')
     for name in ("plan.json", "history.json", "environment.json", ".hydra/overrides.yaml", ".hydra/config.yaml"):
