@@ -328,8 +328,8 @@ def _notes(runs: Sequence[Run], drawn: Sequence[Columns]) -> str:
         if run.logged > len(run.records):
             said.append(
                 f"{name}of {run.logged:,} records {len(run.records):,} are read, for curves and tables: of each "
-                f"{-(-run.logged // PARTS):,} the last one, evaluations, what is not finite, and the extremes of loss and "
-                "gradient norm."
+                f"{-(-run.logged // PARTS):,} the last one, evaluations, what is not finite, and the extremes of loss "
+                "and gradient norm."
             )
         if points.thinned:
             count = len(points.x["step"])
