@@ -160,7 +160,7 @@ ELSEWHERE = {
         "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
     ),
     "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
-        "distributed/test_engine_runs.py::test_deepspeeds_own_launcher"
+        "distributed/test_groups.py::test_deepspeeds_own_launcher"
     ),
     "PROGRAM=own_loop.py sbatch --nodes=2 --gpus-per-node=8 --time=04:00:00 slurm/train.sbatch --lr 3e-4": (
         "cluster/slurm/test_interruptions.py::test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise"
@@ -184,7 +184,7 @@ ELSEWHERE = {
         "distributed/test_bench.py::test_loading_is_measured_next_to_a_hand_written_loop"
     ),
     "torchrun --standalone --nproc-per-node=2 launch/bench reproducible=true": (
-        "distributed/test_reproducible_bench.py::test_it_sends_and_holds_what_the_forecast_says"
+        "distributed/test_reproducible.py::test_it_sends_and_holds_what_the_forecast_says"
     ),
     "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
         "distributed/test_bench.py::test_gradients_of_other_frameworks"
@@ -205,7 +205,7 @@ ELSEWHERE = {
         "elastic/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
     ),
     "NPROC=4 bash launch/elastic.sh engine=fsdp2 numerics=reproducible trainer.max_steps=40": (
-        "elastic/test_elastic_in_place.py::test_three_of_four_ranks_are_killed_at_a_place"
+        "elastic/test_elastic_run.py::test_three_of_four_ranks_of_a_sharded_model_are_killed_at_a_place"
     ),
     "NPROC=4 bash launch/elastic.sh numerics=reproducible trainer.max_steps=20": (
         "elastic/test_elastic_run.py::test_three_of_four_ranks_are_killed_at_a_place"

@@ -141,7 +141,7 @@ SHOWN_BY = {
         "distributed/test_matrix.py::test_a_covering_set_of_cells",
     ),
     "divided once, by the tokens of all ranks": (
-        "distributed/test_exactness.py::test_every_factorization_gives_the_oracles_losses_and_norms",
+        "distributed/test_matrix.py::test_every_factorization_gives_the_oracles_losses_and_norms",
     ),
     "several losses, each by its own count": (
         "unit/train/test_trainer.py::test_several_losses_are_logged_and_evaluated_each_over_its_own_count",
@@ -166,7 +166,7 @@ SHOWN_BY = {
     "a run proves its gradient": ("distributed/test_verification.py::test_a_mutant_is_caught_at_run_time",),
     "any loop's gradient is audited": ("tools/test_audit_command.py::test_a_fault_is_named",),
     "a gradient that is not finite steps nowhere": (
-        "distributed/test_engine_overflow.py::test_the_same_windows_are_skipped_at_the_same_scales",
+        "distributed/test_nonfinite.py::test_the_same_windows_are_skipped_at_the_same_scales",
     ),
     "a spike is skipped, or rolled back": (
         "distributed/test_spikes.py::test_a_rollback_leaves_out_what_led_to_the_spike",

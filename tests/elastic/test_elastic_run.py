@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 
 from tests.support.commands import free_port, metrics, status
-from tests.support.elastic_runs import Fault, Job, References, elastic, first_difference, job, kills, near, same
+from tests.support.elastic_runs import SOAKED, Fault, Job, References, elastic, first_difference, job, kills, near, same
 
 pytestmark = pytest.mark.slow
 _ALONE = "elastic.rejoin=false"
-_FP16 = (
-    "precision=fp16",
-    "precision.scaler.initial_scale_power=22",
-    "precision.scaler.growth_interval=2",
-    "precision.scaler.hysteresis=1",
-)
+_FSDP2 = "engine=fsdp2", "elastic.memory_every=4"
 
 
 CHAINS = {
@@ -118,22 +113,13 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_when_the_run_goes_back(
         assert first_difference(made.folder, reference()) == ""
 
 
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "fp16, some windows of which overflow": _FP16,
-    "an average that is evaluated, and clipped norms": (
-        "callbacks=ema",
-        "callbacks.ema.evaluate=true",
-        "callbacks.ema.decay=0.9",
-        "optim.clip_norm=0.1",
-    ),
-    "spikes that are skipped": ("trainer.on_spike=skip", "trainer.spike_zscore=2", "trainer.max_skips=80"),
-    "loading processes": ("trainer.num_workers=1",),
-    "a stop that is asked for": ("callbacks=early_stop", "callbacks.early_stop.patience=1", "trainer.max_steps=60"),
-}
+STOPS = "callbacks=early_stop", "callbacks.early_stop.patience=1", "trainer.max_steps=60"
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("settings", _marked(VARIANTS, "an average that is evaluated, and clipped norms"))
+@pytest.mark.parametrize(
+    "settings", [*(pytest.param(SOAKED[kind], id=kind) for kind in ("fp16", "average", "spikes", "loading")), STOPS]
+)
 def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
     made = elastic(tmp_path / "run", _ALONE, *settings, faults=kills(*places), ranks=4)
@@ -154,16 +140,17 @@ def test_other_runs_go_on_as_well(settings: tuple[str, ...], tmp_path: Path, ref
 def test_windows_that_overflow_are_told_and_logged_once_whoever_is_lost_over_them(
     places: tuple[tuple[str, str, int], ...], tmp_path: Path, reference: References
 ) -> None:
-    made = elastic(tmp_path / "run", _ALONE, *_FP16, faults=kills(*places), ranks=4)
+    made = elastic(tmp_path / "run", _ALONE, *SOAKED["fp16"], faults=kills(*places), ranks=4)
     assert [one["applied"] for one in same(made.folder)][:2] == [False, False]
-    assert first_difference(made.folder, reference(*_FP16)) == ""
+    assert first_difference(made.folder, reference(*SOAKED["fp16"])) == ""
 
 
 @pytest.mark.heavy
-def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: References) -> None:
+@pytest.mark.parametrize("engine", [(), (*_FSDP2, "engine.sync=every")], ids=["ddp", "fsdp2"])
+def test_fast_numerics_go_on_to_the_last_bits(engine: tuple[str, ...], tmp_path: Path, reference: References) -> None:
     places = ("0.1.1", "backward", 3), ("0.0.1", "stepped", 9)
     settings = "numerics=fast", "+model.dropout=0"
-    made = elastic(tmp_path / "run", _ALONE, *settings, faults=kills(*places))
+    made = elastic(tmp_path / "run", _ALONE, *engine, *settings, faults=kills(*places))
     near(made.folder, reference(*settings))
 
 
@@ -173,7 +160,7 @@ def test_fast_numerics_go_on_to_the_last_bits(tmp_path: Path, reference: Referen
     [
         ("ddp", "reduction", ()),
         ("zero1", "broadcasted", ()),
-        ("zero1", "broadcasted", _FP16),
+        ("zero1", "broadcasted", SOAKED["fp16"]),
         ("zero1", "broadcasted", ("precision=bf16-weights",)),
     ],
     ids=["ddp", "zero1", "fp16", "masters"],
@@ -195,19 +182,24 @@ def test_another_process_joins_and_gets_its_share_and_a_rank_that_stands_still_i
 
 
 @pytest.mark.heavy
-def test_a_node_is_lost_with_its_agent(tmp_path: Path, reference: References) -> None:
-    with job(tmp_path / "run") as made:
+@pytest.mark.parametrize("engine", [(), _FSDP2], ids=["ddp", "fsdp2"])
+def test_a_node_is_lost_with_its_agent(engine: tuple[str, ...], tmp_path: Path, reference: References) -> None:
+    at = 6 if engine else 5
+    with job(tmp_path / "run", *engine) as made:
         meeting = "--nnodes=2", f"--rdzv=127.0.0.1:{free_port()}", "--nproc=2"
-        faults: list[Fault] = [("*", "update", 5, "await go")]
+        faults: list[Fault] = [("*", "update", at, "await go")]
         made.start(*meeting, "--node-rank=0", faults=faults)
         other = made.start(*meeting, "--node-rank=1", faults=faults)
-        made.wait_for(lambda: made.windows() >= 4)
+        made.wait_for(lambda: made.windows() >= at - 1)
         other.kill()
         (tmp_path / "go").touch()
         assert made.end() == 0, made.said()
         ranks = [one["ranks"] for one in metrics(made.folder)]
-        assert ranks in ([4] * 4 + [2] * 20, [4] * 5 + [2] * 19)
-        assert first_difference(made.folder, reference()) == ""
+        if engine:  # the other node has the copies
+            assert _back(made)[0][:2] == ("the checkpoint in memory", 4), made.logs()
+        else:
+            assert ranks in ([4] * 4 + [2] * 20, [4] * 5 + [2] * 19)
+        assert first_difference(made.folder, reference(*engine[:1])) == ""
 
 
 @pytest.mark.heavy
@@ -331,3 +323,82 @@ def test_a_first_rank_that_wakes_ends_alone_and_the_run_ends_well(tmp_path: Path
         assert made.end() == 0, made.said()
         assert status(made.folder) == status(reference()) | {"ranks": 2}
         assert first_difference(made.folder, reference()) == ""
+
+
+def _back(made: Job) -> list[tuple[str, int, int]]:
+    """Where each view went back to, after which window, and how many windows were computed again; as rank 0 says it."""
+    said = re.findall(r"WARNING .*: \d+ ranks? goe?s? on from (.*); (\d+) windows? ", made.logs())
+    places = [(*to.partition(" after window ")[::2], int(again)) for to, again in said]
+    return [(to.partition(":")[0], int(window or 0), again) for to, window, again in places]
+
+
+GO_BACK = {
+    "in a window": [("0.0.1", "backward", 3), ("0.2.1", "step", 9), ("0.3.1", "forward", 17)],
+    "over a checkpoint in memory": [("0.1.1", "keeping", 4), ("0.3.1", "exchanging", 8), ("0.0.1", "kept", 12)],
+    "before the first one": [("0.0.1", "exchanging", 0), ("0.2.1", "keeping", 0), ("0.1.1", "built", 0)],
+    **{name: CHAINS[name] for name in ("over a checkpoint", "in an evaluation", "over a record", "at the end")},
+    "when they go back": [("0.3.1", "backward", 5), ("0.1.1", "going back", 0), ("0.2.1", "went back", 1)],
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("chain", GO_BACK.values(), ids=GO_BACK)
+def test_three_of_four_ranks_of_a_sharded_model_are_killed_at_a_place(
+    chain: list[tuple[str, str, int]], tmp_path: Path, reference: References
+) -> None:
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, faults=kills(*chain), ranks=4)
+    assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+    assert len([line for line in made.said().splitlines() if "was killed by SIGKILL; its place" in line]) >= 2
+    assert [one["window"] for one in metrics(made.folder)] == list(range(1, 25))
+    assert all(again <= 4 for to, _, again in _back(made) if "memory" in to), _back(made)
+    assert "(elastic.memory_every)" in made.said()
+
+
+@pytest.mark.parametrize("kind", ["average", "spikes", "fp16", "loading"])
+@pytest.mark.heavy
+def test_other_runs_go_back_as_well(kind: str, tmp_path: Path, reference: References) -> None:
+    settings = (*SOAKED[kind], *(["engine.reshard_after_forward=false"] if kind == "loading" else []))
+    places = ("0.1.1", "backward", 3), ("0.0.1", "step", 9), ("0.2.1", "on_eval", 15)
+    made = elastic(tmp_path / "run", *_FSDP2, _ALONE, *settings, faults=kills(*places), ranks=4)
+    assert first_difference(made.folder, reference("engine=fsdp2", *settings)) == ""
+
+
+@pytest.mark.heavy
+def test_nothing_is_computed_again_when_a_process_joins(tmp_path: Path, reference: References) -> None:
+    faults: list[Fault] = [("0.2.1", "forward", 3, "kill"), ("*", "update", 9, "await ready-0.2.2")]
+    made = elastic(tmp_path / "run", *_FSDP2, faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3]
+    assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+    (_, _, first), (to, window, again) = _back(made)
+    assert first == 3  # of the three windows since the beginning
+    assert (to, again) == ("the checkpoint in memory", 0)
+    assert window in (9, 10)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("after", "to", "window"), [(8, "the checkpoint on disk", 6), (3, "the beginning", 0)])
+def test_two_neighbours_die_at_once(after: int, to: str, window: int, tmp_path: Path, reference: References) -> None:
+    with job(tmp_path / "run", *_FSDP2, _ALONE) as made:
+        made.start("--nproc=4", faults=[("*", "update", after, "await go")])
+        made.wait_for(lambda: made.windows() >= after - 1)
+        made.kill("0.1.1", "0.2.1")
+        (tmp_path / "go").touch()
+        assert made.end() == 0, made.said()
+        assert _back(made)[0][:2] == (to, window), made.logs()
+        assert first_difference(made.folder, reference("engine=fsdp2")) == ""
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_goes_back_in_the_same_processes(stage: int, tmp_path: Path, reference: References) -> None:
+    pytest.importorskip("deepspeed")
+    faults: list[Fault] = [("0.1.1", "backward", 3, "kill"), ("*", "update", 9, "await ready-0.1.2")]
+    faults += [("0.0.1", "step", 14, "kill"), ("*", "update", 19, "await ready-0.0.2")]
+    plain = "numerics=fast", "+model.dropout=0"
+    settings = "engine=deepspeed", f"engine.stage={stage}", "elastic.memory_every=4"
+    made = elastic(tmp_path / "run", *settings, *plain, faults=faults)
+    ranks = [one["ranks"] for one in metrics(made.folder)]
+    assert [now for before, now in zip([0, *ranks], ranks, strict=False) if now != before] == [3, 2, 3, 2, 3]
+    assert {to for to, _, _ in _back(made)} == {"the checkpoint in memory"}
+    near(made.folder, reference(*plain))

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.distributed.world import World
+from distaccum.engines.activation_checkpoint import Checkpoints
 from distaccum.tools.profiling import ROWS
+from tests.unit.engines.test_activation_checkpoint import Attention, Calls
 
 pytestmark = pytest.mark.gpu
 CYCLES = 20_000_000  # of the device: some ten milliseconds
@@ -64,3 +67,22 @@ def test_the_rows_are_the_devices_times_though_the_host_is_ahead(gpu_world: Worl
     with gzip.open(folder / "rank-0.trace.json.gz", "rt") as file:
         kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
     assert {"kernel", "user_annotation"} <= kinds
+
+
+KERNELS = {
+    SDPBackend.FLASH_ATTENTION: "_scaled_dot_product_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "_scaled_dot_product_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "_scaled_dot_product_cudnn_attention",
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_backward_computes_no_attention_again(kernel: SDPBackend) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    module = Attention(64, kernel).to("cuda", torch.bfloat16)
+    Checkpoints(module, [module], selective=True, compiled=False)
+    with Calls() as calls:
+        module(torch.randn(2, 128, 128, device="cuda", dtype=torch.bfloat16)).float().sum().backward()
+    assert calls.attention == [KERNELS[kernel]]
+    assert calls.names.count("tanh") == 2

@@ -50,6 +50,7 @@ def test_told_to_stop_it_saves_and_goes_on_bitwise(cluster: Cluster, whole: Path
     assert exact(tmp_path) == exact(whole)
 
 
+@pytest.mark.heavy
 def test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise(cluster: Cluster, tmp_path: Path) -> None:
     """One that uses ``acc.save`` and ``acc.resume``, told to stop by the same signal."""
     weights = []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from typing import Any
 
@@ -30,11 +28,11 @@ from distaccum import functional as da
 from distaccum.accumulation.tracker import WINDOWS
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.data.counter import GlobalCounter
-from distaccum.distributed.activity import Activity
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, MisuseError, PeerError, UntrainedParameterWarning
 from tests.support.accumulators import over_sgd, weights
 from tests.support.schedule_free import ScheduleFree, averaged
+from tests.support.threads import run_ranks
 
 DATA: Any = [torch.tensor([float(i), 1.0]) / 8 for i in range(16)]
 Schedulers = Callable[[torch.optim.Optimizer], Any]
@@ -404,52 +402,6 @@ def test_nothing_is_said_of_a_short_run_or_of_a_model_that_trains(gloo_world: Wo
         _train(gloo_world, DDPConfig(), used=True, windows=WINDOWS + 2)
 
 
-class _Together:
-    """Two ranks as two threads: each collective meets whichever the other one is in, as with gloo."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=10)
-        self._given: list[Any] = [None, None]
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._given[rank] = value
-        self._barrier.wait()
-        given = list(self._given)
-        self._barrier.wait()
-        return given
-
-
-class _Rank:
-    size = 2
-
-    def __init__(self, rank: int, together: _Together) -> None:
-        self.rank, self._together, self.activity = rank, together, Activity()
-
-    def all_reduce_host(self, numbers: Any) -> list[float]:
-        first, second = self._together.exchange(self.rank, list(numbers))
-        assert len(first) == len(second)  # gloo would wait, or write past the end
-        return [a + b for a, b in zip(first, second, strict=True)]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._together.exchange(self.rank, value)
-
-    def all_gather_names(self, names: Any) -> tuple[str, ...]:
-        return tuple(sorted({name for given in self.all_gather_object(list(names)) for name in given}))
-
-
-def _on_two_ranks(run: Callable[[Any], Any]) -> list[Any]:
-    together = _Together()
-
-    def outcome(rank: int) -> Any:
-        try:
-            return run(_Rank(rank, together))
-        except (MisuseError, PeerError) as error:
-            return error
-
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(outcome, range(2)))
-
-
 @pytest.mark.parametrize("counts", [1, {"a": 1, "b": 2}], ids=["one loss", "two losses"])
 def test_a_collective_of_one_rank_alone_is_an_error_on_both(counts: Any) -> None:
     """``if acc.world.is_main: print(acc.mean_loss())`` made both ranks wait for each other."""
@@ -465,7 +417,7 @@ def test_a_collective_of_one_rank_alone_is_an_error_on_both(counts: Any) -> None
             counter.sum_together("mean_loss()", [1.0] * width)
         return counter.all_reduce([counter.micro_batch(None)])
 
-    found = _on_two_ranks(run)
+    found = run_ranks(2, run)
     assert [type(error) for error in found] == [MisuseError, PeerError]
     for error in found:
         assert "mean_loss() was called on some ranks alone" in str(error)
@@ -483,4 +435,4 @@ def test_counts_known_late_meet_it_too(late: bool) -> None:
             counter.sum_together("mean_loss()", [2.0])
         return counter.all_reduce(batches)
 
-    assert sorted(type(error).__name__ for error in _on_two_ranks(run)) == ["MisuseError", "PeerError"]
+    assert sorted(type(error).__name__ for error in run_ranks(2, run)) == ["MisuseError", "PeerError"]

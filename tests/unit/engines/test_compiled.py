@@ -462,7 +462,8 @@ def test_compiled_losses_are_as_near_to_the_true_ones_as_eager_ones(
                 assert error <= max(3 * plain, torch.finfo(torch.float32).eps), name
 
 
-@pytest.mark.parametrize("label", [pytest.param(23, marks=pytest.mark.heavy), pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("label", [23, -1])
 def test_a_label_out_of_bounds_is_an_error_of_compiled_code_too(gloo_world: World, label: int) -> None:
     acc = _accumulator(gloo_world, Net(), compile=CompileConfig(name="model"))
     assert acc.engine.compiled is not None

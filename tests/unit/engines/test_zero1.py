@@ -1,7 +1,4 @@
-"""Run by torchrun: optimizer state dealt out over ranks, beside the same optimizers on every rank.
-
-``zero1.py RESULT``: a JSON file to write.
-"""
+"""Optimizer state on one rank each: the same weights as with all of it on every rank, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,14 +6,14 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec, World
 from tests.distributed.workers.fsdp2 import Make, Model, Squares, samples
-from tests.support.answers import give
+from tests.support.threads import run_ranks
 
 GLOBAL_SIZE, WINDOWS = 6, 5
 
@@ -70,46 +67,48 @@ def size_of(optimizers: Iterable[Optimizer]) -> int:
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
-def trained(make: Make, engine: str, world: World, **options: Any) -> dict[str, Any]:
-    """An epoch; the weights after each window are compared over the ranks."""
-    model, optimizers = make()
-    acc = Accumulator(
-        model,
-        optimizers,
-        global_batch_size=GLOBAL_SIZE,
-        micro_batch_size=1,
-        count=Squares().count,
-        world=world,
-        engine=engine,
-        **options,
-    )
+def trained(made: Any, engine: str, options: dict[str, Any], world: World) -> tuple[list[Tensor], int, list[int]]:
+    """An epoch: the weights after each window, and the bytes and the parameters that optimizers have state of."""
+    model, optimizers = made[world.rank]
+    sizes: Any = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": 1, "count": Squares().count}
+    acc = Accumulator(model, optimizers, world=world, engine=engine, **sizes, **options)
     data: Any = samples(GLOBAL_SIZE * WINDOWS - 5)  # the last window is of one sample
-    alike = True
+    weights = []
     for window in acc.windows(DataSpec(train=data, eval_dataset=None, description="", shuffle=False)):
         acc.step(window, Squares())
-        mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-        everyone = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(everyone, mine)
-        alike = alike and all(torch.equal(mine, other) for other in everyone)
-    return {
-        "weights": mine,
-        "alike": alike,
-        "bytes": size_of(optimizers),
-        "held": [len(optimizer.state) for optimizer in optimizers],
-    }
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return weights, size_of(optimizers), [len(optimizer.state) for optimizer in optimizers]
 
 
-def main() -> None:
-    world = World.join()
-    found: dict[str, Any] = {}
-    for name, make in MODELS.items():
-        for clip in ({}, {"clip_norm": 0.3}):
-            whole, dealt = (trained(make, engine, world, **clip) for engine in ("ddp", "zero1"))
-            dealt["same"] = torch.equal(dealt.pop("weights"), whole.pop("weights"))
-            found[f"{name}, clipped" if clip else name] = {"ddp": whole, "zero1": dealt}
-    sizes = [p.numel() for p in Model(16).parameters()]
-    give({"ranks": world.all_gather_object(found), "largest": max(sizes), "total": sum(sizes)}, world)
+OFTEN = ("AdamW, fused", "several", "few")
 
 
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize(
+    ("ranks", "clip"),
+    [
+        (2, {"clip_norm": 0.3}),
+        *(pytest.param(*one, marks=pytest.mark.heavy) for one in ((2, {}), (4, {"clip_norm": 0.3}))),
+    ],
+)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.heavy) for name in MODELS]
+)
+def test_every_optimizer_steps_as_without_sharding_and_its_state_is_held_once(
+    name: str, clip: dict[str, float], ranks: int
+) -> None:
+    of: dict[str, Any] = {}
+    for engine in ("ddp", "zero1"):  # made outside of the threads, which share the random numbers
+        of[engine] = run_ranks(ranks, partial(trained, [MODELS[name]() for _ in range(ranks)], engine, clip))
+    expected, whole, held = of["ddp"][0]
+    for weights, _, _ in of["zero1"]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(weights, expected, strict=True))
+    assert {size for _, size, _ in of["ddp"]} == {whole}
+    assert whole > 0
+    shares = [size for _, size, _ in of["zero1"]]
+    assert sum(shares) == whole
+    assert [sum(counts) for counts in zip(*(own for _, _, own in of["zero1"]), strict=True)] == held
+    if name.startswith("AdamW"):  # what is dealt out are whole tensors
+        sizes = [p.numel() for p in Model(16).parameters()]
+        assert max(shares) <= whole * (1 / ranks + max(sizes) / sum(sizes))
+    if name == "few":
+        assert sorted(own[0] for _, _, own in of["zero1"]) == [0] * (ranks - 1) + [1]
