@@ -32,7 +32,7 @@ from distaccum.tools.settings import settings
 from launch.docs import json_schema
 from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables
-from tests.support.commands import ROOT, TRAIN, environment, metrics, status, succeed
+from tests.support.commands import ROOT, TRAIN, captured, metrics, status, succeed
 
 AT_THE_TOP = ("README.md", "AGENTS.md", "CONTRIBUTING.md")
 PAGES = (*AT_THE_TOP, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -410,9 +410,7 @@ def test_a_development_command_names_what_there_is(command: str) -> None:
 def test_the_replay_of_a_run_differs_in_nothing(tmp_path: Path) -> None:
     for command in REPLAY:
         arguments = [word.replace("runs/", f"{tmp_path}/") for word in shlex.split(command)[1:]]
-        finished = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-        )
+        finished = captured([sys.executable, *arguments], cwd=ROOT)
         assert finished.returncode == 0, finished.stdout + finished.stderr
     assert finished.stdout == "nothing differs\n"
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.commands import ROOT, environment, metrics
+from tests.support.commands import ROOT, captured, metrics
 from tests.support.optional import Library, needs
 from tests.test_docs import blocks_of
 
@@ -32,7 +31,7 @@ def _walk(section: str, folder: Path) -> str:
         for arguments in commands:
             program = [] if arguments[0].endswith(".py") else ["-m", "distaccum"]
             whole = [sys.executable, *program, *arguments]
-            done = subprocess.run(whole, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+            done = captured(whole, cwd=folder)
             assert done.returncode == 0, done.stdout + done.stderr
             assert "LOAD REPORT" not in done.stderr
             assert "train" in arguments or "learning rate" not in done.stderr

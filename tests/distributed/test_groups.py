@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.answers import answer
-from tests.support.commands import ROOT, environment, metrics, status, succeed
+from tests.support.commands import ROOT, environment, status
 
 
 def _hold(*engines: str, rel: float = 1e-11, off: float = 1e-13, **options: Any) -> None:
@@ -50,53 +49,6 @@ SMALL = (
     "trainer.log_every=1",
     "trainer.eval_every=0",
 )
-
-
-@pytest.mark.heavy
-def test_deepspeed_then_fsdp2_with_its_state(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    first, second = tmp_path / "first", tmp_path / "second"
-    succeed(
-        *SMALL,
-        "engine=deepspeed",
-        "engine.stage=3",
-        "trainer.max_steps=3",
-        "checkpoint.every=2",
-        f"hydra.run.dir={first}",
-        world=2,
-    )
-    assert json.loads((first / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
-    assert "ZeRO-3" in json.loads((first / "plan.json").read_text())["engine"]
-    went_on = succeed(
-        *SMALL,
-        "engine=fsdp2",
-        "trainer.max_steps=3",
-        f"resume={first}/checkpoints/step-2",
-        f"hydra.run.dir={second}",
-        world=2,
-    )
-    text = " ".join(went_on.stdout.split())
-    assert "at step 2; everything carries over" in text
-    assert "(saved by engine deepspeed on 2 ranks)" in text
-    (again,) = metrics(second)
-    assert again["loss"] == pytest.approx(metrics(first)[2]["loss"], rel=1e-6)
-
-    succeed(*SMALL, "engine=fsdp2", "resume=auto", "trainer.max_steps=4", f"hydra.run.dir={first}")
-    assert status(first)["state"] == "done"
-    assert [record["step"] for record in metrics(first)] == [1, 2, 3, 4]
-
-
-@pytest.mark.heavy
-def test_exported_weights_start_a_run(tmp_path: Path) -> None:
-    first, file = tmp_path / "first", tmp_path / "weights.safetensors"
-    succeed(*SMALL, "engine=fsdp2", "trainer.max_steps=2", "checkpoint.every=2", f"hydra.run.dir={first}", world=2)
-    succeed(f"{first}/checkpoints/step-2", file, script=ROOT / "distaccum" / "tools" / "export.py")
-    succeed(*SMALL, f"init_from={file}", "trainer.max_steps=1", f"hydra.run.dir={tmp_path / 'second'}")
-    went_on = f"resume={first}/checkpoints/step-2"
-    succeed(*SMALL, went_on, "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'third'}")
-    (begun,), (resumed,) = metrics(tmp_path / "second"), metrics(tmp_path / "third")
-    assert (begun["step"], resumed["step"]) == (1, 3)
-    assert begun["loss"] != resumed["loss"]  # of other windows, by the same weights
 
 
 @pytest.mark.heavy

@@ -15,7 +15,7 @@ import pytest
 from distaccum.distributed.watchdog import DIED, trouble_of
 from distaccum.tools.stragglers import WINDOWS
 from tests.support import commands
-from tests.support.commands import GOES_WRONG, ROOT, environment, family, logged, metrics, status, until
+from tests.support.commands import GOES_WRONG, ROOT, captured, environment, family, logged, metrics, status, until
 
 pytestmark = pytest.mark.slow
 LOCAL = ROOT / "launch" / "local.py"
@@ -139,14 +139,7 @@ def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += [str(ROOT / "launch" / "train.py"), *SETTINGS, "+data.how=stop"]
     command += [f"+data.once={tmp_path / 'once'}", "trainer.max_steps=20", "trainer.hang_timeout=3s"]
-    finished = subprocess.run(
-        [*command, f"hydra.run.dir={tmp_path / 'run'}"],
-        env=environment(PYTHONPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    finished = captured([*command, f"hydra.run.dir={tmp_path / 'run'}"], timeout=120, PYTHONPATH=str(ROOT))
     assert finished.returncode == 0, finished.stderr
     assert "rank 1 (process " in finished.stderr
     assert status(tmp_path / "run") == {"state": "done", "step": 20, "reason": ""}
@@ -166,9 +159,7 @@ def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
     command += [str(ROOT / "launch" / "train.py"), *SETTINGS, "+data.how=9", f"hydra.run.dir={tmp_path / 'run'}"]
-    finished = subprocess.run(
-        command, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=200, check=False
-    )
+    finished = captured(command, timeout=200, PYTHONPATH=str(ROOT))
     assert finished.returncode == 1
     refused = "3 starts in a row have failed, none after step"
     told = [line for line in finished.stderr.splitlines() if refused in line]

@@ -24,7 +24,12 @@ def _right(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world", "numerics"), [(1, "fast"), (2, "fast"), pytest.param(2, "reproducible", marks=pytest.mark.slow)]
+    ("world", "numerics"),
+    [
+        pytest.param(1, "fast", marks=pytest.mark.heavy),
+        (2, "fast"),
+        pytest.param(2, "reproducible", marks=pytest.mark.slow),
+    ],
 )
 def test_own_numbers_are_those_of_the_whole_window(world: int, numerics: str, tmp_path: Path) -> None:
     imports = ["torchmetrics.classification"]

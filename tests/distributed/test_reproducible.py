@@ -17,7 +17,7 @@ from distaccum.tools.plan.memory import state
 from distaccum.tools.plan.sharding import sharding_of
 from distaccum.tools.plan.volume import payloads
 from distaccum.tools.plan.window import Job, Sizes
-from tests.support.commands import QUIET, ROOT, TINY, environment, metrics, run, status, succeed
+from tests.support.commands import QUIET, ROOT, TINY, captured, environment, metrics, run, status, succeed
 from tests.support.reproducible import COVERING, SAME, WORLDS, Cell, cells, differing, on_world
 
 GONE = Path(__file__).parent / "workers" / "gone.py"
@@ -105,7 +105,7 @@ def test_stopped_and_resumed_on_other_ranks_it_is_the_undisturbed_run(tmp_path: 
 def _compare(*run_dirs: Path) -> tuple[int, str]:
     """What ``distaccum compare`` says."""
     command = [sys.executable, "-m", "distaccum", "compare", *map(str, run_dirs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    done = captured(command)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -225,19 +225,21 @@ def test_the_status_names_a_rank_that_died_in_silence(
 
 
 @pytest.mark.heavy
-def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["training", "joining"])
+def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path: Path, when: str) -> None:
     """Rank 0 looks only when the launcher has waited for rank 1 already, as on a busy machine."""
     process = _start(tmp_path, "trainer.max_steps=100000")
-    _await_records(tmp_path)
-    ranks = _ranks(process.pid)
-    os.kill(ranks[0], signal.SIGSTOP)
-    os.kill(ranks[1], signal.SIGKILL)
-    until(lambda: _is_gone(ranks[1]), 20)
-    os.kill(ranks[0], signal.SIGCONT)
+    if when == "training":
+        _await_records(tmp_path)
+    first, second = _await_ranks(tmp_path, 0.001)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    until(lambda: _is_gone(second), 20)
+    os.kill(first, signal.SIGCONT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     reason = status(tmp_path)["reason"]
-    assert reason.startswith("rank 1 was killed by SIGKILL while ")
+    assert reason.startswith("rank 1 was killed by SIGKILL" + (" while " if when == "training" else ""))
     assert f"the run failed: {reason}" in told
 
 
@@ -358,21 +360,6 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
     assert not told  # and no rank looks for it
     until(lambda: all(map(_is_gone, ranks)), 20)
     assert not (tmp_path / "run" / "status.json").exists()
-
-
-@pytest.mark.heavy
-def test_a_rank_that_is_killed_while_they_join_is_named_with_its_signal(tmp_path: Path) -> None:
-    """The launcher has waited for it before another rank looks, so that it alone knows the signal."""
-    process = _start(tmp_path)
-    first, second = _await_ranks(tmp_path, 0.001)
-    os.kill(first, signal.SIGSTOP)
-    os.kill(second, signal.SIGKILL)
-    until(lambda: _is_gone(second))
-    os.kill(first, signal.SIGCONT)
-    told = process.communicate(timeout=60)[1]
-    assert process.returncode == 1
-    assert status(tmp_path)["reason"].startswith("rank 1 was killed by SIGKILL")
-    assert f"the run failed: {status(tmp_path)['reason']}" in told
 
 
 @pytest.mark.fault(

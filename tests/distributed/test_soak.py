@@ -21,7 +21,7 @@ from launch.soak.compare import Bounds, problems, read
 from launch.soak.injections import _quiet
 from launch.soak.run import SAVE_EVERY, STEPS, Run
 from launch.soak.schedule import COURSES
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, captured, environment
 
 LAST = f"checkpoints/step-{STEPS}"
 
@@ -126,7 +126,7 @@ def test_a_process_that_is_left_and_a_traceback_are_found(tmp_path: Path, monkey
 
 def _soak(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.soak", f"out={out}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
+    return captured(command, cwd=ROOT)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
 from tests.support import failing_io
-from tests.support.commands import IMAGES, ROOT, TRAIN, environment, in_memory, metrics, run, status, succeed
+from tests.support.commands import IMAGES, ROOT, TRAIN, captured, environment, in_memory, metrics, run, status, succeed
 from tests.support.failing_io import ALWAYS
 from tests.support.forked import Forks
 
@@ -45,13 +45,12 @@ def cells(tmp_path_factory: pytest.TempPathFactory, library: Path) -> Cells:
 
     def run(what: str, *, error: int = 0, times: int = 1, stride: int, **more: str) -> Any:
         folder = tmp_path_factory.mktemp(what)
-        finished = subprocess.run(
+        finished = captured(
             [sys.executable, str(WORKER), what, str(folder), str(error), str(times), str(stride)],
-            capture_output=True,
-            text=True,
-            check=False,
             timeout=280 if stride > 1 else 3000,
-            env=environment(PYTHONPATH=str(ROOT), LD_PRELOAD=str(library), **more),
+            PYTHONPATH=str(ROOT),
+            LD_PRELOAD=str(library),
+            **more,
         )
         assert finished.returncode == 0, finished.stderr
         whole, *rest = map(json.loads, finished.stdout.splitlines())

@@ -93,8 +93,15 @@ def run(
             grace=grace,
             imports=imports,
         )
+    return captured(command(world, script, arguments), timeout=timeout, cwd=cwd, **extra)
+
+
+def captured(
+    arguments: Sequence[object], *, timeout: float | None = None, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to the end and returns what it printed; the caller looks at the exit code."""
     return subprocess.run(
-        command(world, script, arguments),
+        list(map(str, arguments)),
         capture_output=True,
         text=True,
         check=False,

@@ -21,7 +21,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, captured
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "versions.py"
 DOCUMENT = ROOT / "docs" / "engines.md"
@@ -63,14 +63,7 @@ def run(python: Path, engine: str, folder: Path) -> list[str]:
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", WORKER, answer, engine]
     said = "hung"
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIMEOUT_S,
-            env=environment(PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu"),
-        )
+        done = captured(command, timeout=TIMEOUT_S, PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu")
         said = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else "no answer"
     except subprocess.TimeoutExpired:
         pass

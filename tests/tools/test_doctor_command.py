@@ -17,7 +17,7 @@ import pytest
 from launch import python_path
 from launch.bench.network.hosts import torchrun, two_hosts
 from tests.cluster.two_hosts.hosts import need_hosts
-from tests.support.commands import ROOT, environment, family, run
+from tests.support.commands import ROOT, captured, environment, family, run
 
 pytestmark = pytest.mark.slow
 
@@ -88,14 +88,12 @@ def test_ranks_that_do_not_connect_still_tell(tmp_path: Path) -> None:
 def test_the_command_of_the_page_as_torchrun_starts_it(tmp_path: Path) -> None:
     """All parts, as people read them: one table, on standard output, with plain exit codes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    finished = subprocess.run(
+    finished = captured(
         [*command, "distaccum", "doctor", "--folder", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment(WANDB_MODE="offline", PYTHONPATH=str(ROOT)),
         timeout=280,
+        cwd=ROOT,
+        WANDB_MODE="offline",
+        PYTHONPATH=str(ROOT),
     )
     text = finished.stdout
     assert text.startswith("distaccum doctor: 2 ranks on 1 node\n")
@@ -136,13 +134,11 @@ def test_torch_that_cannot_be_imported_is_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')"
     )
-    finished = subprocess.run(
+    finished = captured(
         [sys.executable, "-m", "distaccum", "doctor", "--json", "--only", "software,host,network,job"],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=ROOT,
-        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}", WANDB_MODE="offline"),
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+        WANDB_MODE="offline",
     )
     assert (finished.returncode, finished.stderr) == (1, "")
     told = json.loads(finished.stdout)

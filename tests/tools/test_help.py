@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +21,7 @@ from distaccum.program import help_asked
 from distaccum.tools import settings as room
 from distaccum.tools.help import _OFTEN, overview, show
 from distaccum.tools.settings import GROUPS, Setting, arguments
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, captured
 
 KEY = re.compile(r"^  ([\w./]+)(?:  \(|=)", re.MULTILINE)
 Printed = Callable[..., str]
@@ -126,13 +125,8 @@ def test_it_waits_for_neither_torch_nor_hydra(start: str, tmp_path: Path) -> Non
     """Folders of these names that cannot be imported stand before them."""
     for name in ("torch", "hydra"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')\n")
-    found = subprocess.run(
-        [sys.executable, *start.split(), "--help", "seed"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}", COLUMNS="80"),
+    found = captured(
+        [sys.executable, *start.split(), "--help", "seed"], cwd=ROOT, PYTHONPATH=f"{tmp_path}:{ROOT}", COLUMNS="80"
     )
     assert found.returncode == 0, found.stderr
     assert found.stdout == "  seed  (int; default 0)\n      Random seed for initial weights, data order and dropout.\n"

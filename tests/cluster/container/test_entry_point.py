@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import NO_TEXT, ROOT, TINY, environment, logged, run, status, until
+from tests.support.commands import NO_TEXT, ROOT, TINY, captured, environment, logged, run, status, until
 
 pytestmark = pytest.mark.slow
 
@@ -137,14 +137,7 @@ def test_pods_that_fail_again_and_again_are_not_started_for_ever(tmp_path: Path,
     for _ in range(3):
         assert run(*settings, **pod).returncode == 1
         assert status(tmp_path / "run")["state"] == "failed"
-    last = subprocess.run(
-        ["/bin/bash", str(ENTRY), *settings],
-        env=environment(PATH=PATH, **pod),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    last = captured(["/bin/bash", str(ENTRY), *settings], timeout=100, PATH=PATH, **pod)
     assert last.returncode == 2, last.stderr
     says(last.stderr)
     assert run(*settings, **pod).returncode == 2

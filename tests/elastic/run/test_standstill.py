@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from distaccum.elastic.run.checks import expect_told
 from distaccum.elastic.run.joining import JoinsError
 from distaccum.elastic.run.standstill import Standstill, StandstillError
 from distaccum.errors import ConfigError
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT, captured
 
 OVERDUE = ViewChangedError("what another member owes has not come, and the others wait for 3 s (elastic.expel_after)")
 CHANGED = ViewChangedError("a member has left the group of generation 1")
@@ -113,9 +112,7 @@ def test_settings_of_a_file_that_the_agents_have_not_read_are_refused(key: str, 
 
 def test_without_an_agent_it_is_refused_by_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "distaccum.elastic.run", f"hydra.run.dir={tmp_path / 'run'}"]
-    finished = subprocess.run(
-        command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), capture_output=True, text=True, check=False
-    )
+    finished = captured(command, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert finished.returncode == 2
     assert finished.stdout == ""
     assert "no agent of an elastic job has started this. Start `python -m distaccum.elastic`" in finished.stderr

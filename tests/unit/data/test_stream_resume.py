@@ -133,7 +133,13 @@ def _interrupted(make: Callable[[], Any], world: World, again: Callable[[], Any]
     return found + _windows(loader, world, start=3)
 
 
-@pytest.mark.parametrize("name", STREAMS)
+# The others with processes stay: of a loader, and of one that keeps a state.
+HEAVY = "stateful without a buffer"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.heavy) if name == HEAVY else name for name in STREAMS]
+)
 def test_a_resumed_stream_goes_on_as_if_nothing_had_been(name: str, gloo_world: World) -> None:
     torch.manual_seed(0)
     whole = _windows(_loader(STREAMS[name](), gloo_world), gloo_world)

@@ -79,7 +79,7 @@ class Random:
         return x, torch.tensor(index % 3)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.heavy)])
 def test_a_run_with_evaluations_ends_in_the_weights_of_one_without(
     workers: int, gloo_world: World, tmp_path: Path
 ) -> None:
@@ -193,8 +193,11 @@ class Drawn(Told):
         return torch.tensor([torch.rand(()), random.random(), np.random.rand()])  # noqa: NPY002, S311  as users do
 
 
+@pytest.mark.parametrize("others", ["fork", pytest.param("spawn", marks=pytest.mark.heavy)])
 @pytest.mark.slow
-def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_before(gloo_world: World) -> None:
+def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_before(
+    gloo_world: World, others: str
+) -> None:
     def drawn(number: int, method: str, size: int = 1) -> list[Tensor]:
         workers = WorkerOptions(num_workers=number, multiprocessing_context=method)
         worlds = [World(rank=rank, size=size, device=torch.device("cpu")) for rank in range(size)]
@@ -203,7 +206,7 @@ def test_what_held_out_samples_draw_depends_on_no_process_and_no_evaluation_befo
 
     expected = drawn(1, "fork")[0]
     assert len(expected.unique()) == expected.numel()
-    found = [one for number, method in ((1, "fork"), (2, "fork"), (2, "spawn")) for one in drawn(number, method)]
+    found = [one for number, method in ((1, "fork"), (2, others)) for one in drawn(number, method)]
     assert all(torch.equal(one, expected) for one in found)
     assert torch.equal(drawn(1, "fork", size=2)[0], expected[[0, 2, 1, 3]])
 
