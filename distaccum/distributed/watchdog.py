@@ -35,8 +35,9 @@ from distaccum.errors import shorten
 # What the kernel and the interpreter say of a process: whether it runs, and where its threads stand.
 
 DIED = "has died"
+STOPPED = "is stopped (SIGSTOP, or Ctrl-Z)"
 _STATES = {
-    "T": "is stopped (SIGSTOP, or Ctrl-Z)",
+    "T": STOPPED,
     "t": "is stopped by a debugger",
     "D": "waits for a disk or a network file system (state D)",
     "Z": DIED,
@@ -297,7 +298,7 @@ class Watchdog:
                     if self._store.check(["watchdog/alarm"]):
                         self._answer(self._store)
                 quiet = monotonic() - self._since
-                if quiet > self.limit() and not self._ended.is_set():
+                if quiet > min(self.limit(), self._limit_of_stopped()) and not self._ended.is_set():
                     self._suspect(quiet)
             except RuntimeError as error:  # the store is gone, and so is the launcher; or it is slow
                 _log.info("the watchdog cannot reach the launcher's store: %s", str(error).splitlines()[0])
@@ -329,6 +330,15 @@ class Watchdog:
         if self._timeout is None:
             allowed = max(allowed, MULTIPLE * longest)
         return min(allowed, self._most)
+
+    def _limit_of_stopped(self) -> float:
+        """The limit where the run is told to leave and a rank here is stopped, which in no phase goes on."""
+        if self._told() and any(self._is_stopped(sign) for sign in self._signs().values()):
+            return _TOLD_S
+        return float("inf")
+
+    def _is_stopped(self, sign: Sign) -> bool:
+        return sign.host == self._host and trouble_of(sign.pid) == STOPPED
 
     def _sign(self, *, closely: bool) -> Sign:
         self._number += 1

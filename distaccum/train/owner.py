@@ -1,8 +1,9 @@
 """One owner of a run directory: the lock ``owner.json``, which one run holds and which tells the others who that is.
 
 It belongs to a dead run, and is taken over, if its process is gone from this machine; if the same job holds it that
-Slurm or torchrun has started again; or, where the process is on another machine, if it was not touched for ``STALE_S``
-seconds by the clock of the file system. Who judges it locks the folder (``flock``). Where a file system has no such
+Slurm has started again; or, where the process is on another machine, if it was not touched for ``STALE_S`` seconds by
+the clock of the file system, or for two beats where it has the job's rendezvous id: two jobs may have the same one, and
+both live. Who judges it locks the folder (``flock``). Where a file system has no such
 locks two may take over at one moment; the first of them finds the other's name at its next status, and ends.
 """
 
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 BEAT_S = 15.0
 STALE_S = 300.0
 NAME = "owner.json"
+_TORCHRUN = "torchrun "
 _UNNAMED = ("", "none", "distaccum")  # what torchrun's --rdzv-id is where nobody has given one
 
 
@@ -135,7 +137,7 @@ def _job(environment: Mapping[str, str]) -> tuple[str, int]:
     if number := environment.get("SLURM_JOB_ID", ""):
         return f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {number}", restarts(environment)
     name = environment.get("TORCHELASTIC_RUN_ID", "")
-    return ("", 0) if name in _UNNAMED else (f"torchrun {name}", restarts(environment))
+    return ("", 0) if name in _UNNAMED else (f"{_TORCHRUN}{name}", restarts(environment))
 
 
 def read_holder(folder: Path) -> Holder | None:
@@ -169,6 +171,7 @@ class Owner:
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self.holder = Holder.here()
+        self._touched = 0.0  # when it was, the last time that somebody looked
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="run-directory-owner", daemon=True)
 
@@ -211,10 +214,9 @@ class Owner:
         waits = False
         while (held := self._try()) is not None:
             if not waits:
-                text = "%s is held by %s, which has given no sign of life for a while: waiting for one, or %.0f s"
-                _log.warning(text, self._path.parent, held, STALE_S)
+                _log.warning("%s is held by %s: waiting for a sign of life of it", self._path.parent, held)
             waits = True
-            sleep(BEAT_S)
+            sleep(BEAT_S / 5)
 
     def _try(self) -> str | None:
         """Takes the lock; or returns who holds it, of whom nobody knows whether it lives."""
@@ -257,14 +259,20 @@ class Owner:
             if not other.runs:
                 return "is gone"
             return "is this process itself" if other.pid == mine.pid else None
-        again = other is not None and other.job and other.job == mine.job
-        if other is not None and again and (other.attempt < mine.attempt or other.job.startswith("torchrun")):
+        again, age = other is not None and other.job != "" and other.job == mine.job, self._age()
+        named = again and mine.job.startswith(_TORCHRUN)
+        if (named and age > 2 * BEAT_S) or (again and not named and other is not None and other.attempt < mine.attempt):
             return f"was an earlier attempt of this job ({mine.job})"
-        age = self._age()
         return f"has given no sign of life for {age:.0f} s" if age > STALE_S else None
 
     def _is_alive(self, other: Holder | None) -> bool:
-        return (other is not None and other.machine == self.holder.machine) or self._age() <= 2 * BEAT_S
+        if other is not None and other.machine == self.holder.machine:
+            return True
+        before, self._touched = self._touched, self._path.stat().st_mtime
+        if before not in (0.0, self._touched):
+            return True
+        named = other is not None and other.job == self.holder.job and other.job.startswith(_TORCHRUN)
+        return not named and self._age() <= 2 * BEAT_S  # torchrun may just have ended one of this job's
 
     def _age(self) -> float:
         """Seconds since the lock was touched, by the clock of the file system that holds it."""

@@ -97,7 +97,7 @@ def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, say
 @pytest.mark.fault(
     "SIGTERM while a rank is stopped",
     group="signals",
-    does="`failed` within the 30 s that torchrun gives, whatever `trainer.hang_timeout` is",
+    does="`failed` within the 30 s that torchrun gives, in any phase, whatever `trainer.hang_timeout` is",
     says="rank 1 (process ... on ...) is stopped (SIGSTOP, or Ctrl-Z); ... after SIGTERM",
 )
 def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(

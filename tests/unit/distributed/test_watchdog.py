@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +15,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from distaccum.distributed import watchdog
 from distaccum.distributed.activity import Phase
 from distaccum.distributed.watchdog import FIRST, FLOOR_S, Sign, Watchdog, explain
 from distaccum.distributed.world import World
+from tests.support.commands import until
 
 HERE = "this"
 SIGN = Sign(
@@ -62,8 +67,11 @@ def test_ranks_that_all_wait_in_one_place_accuse_nobody() -> None:
     assert said.startswith("all ranks wait for each other: ranks 0, 1 are in the count's all-reduce of window 7")
 
 
-def _watchdog(world: World, folder: Path, timeout: float | None, hangs: list[str]) -> Watchdog:
-    return Watchdog(world, timeout=timeout, group_timeout=timedelta(minutes=30), on_hang=hangs.append, folder=folder)
+def _watchdog(
+    world: World, folder: Path, timeout: float | None, hangs: list[str], told: Callable[[], str] = str
+) -> Watchdog:
+    half_an_hour = timedelta(minutes=30)
+    return Watchdog(world, timeout=timeout, group_timeout=half_an_hour, on_hang=hangs.append, folder=folder, told=told)
 
 
 def test_the_first_of_a_kind_may_take_ten_times_as_long_and_later_ones_ten_times_the_longest(tmp_path: Path) -> None:
@@ -97,14 +105,7 @@ def test_the_first_of_a_kind_may_take_ten_times_as_long_and_later_ones_ten_times
 def test_once_a_run_is_told_to_leave_a_meeting_that_lasts_is_a_hang_in_seconds(tmp_path: Path, phase: Phase) -> None:
     world = World(rank=0, size=1, device=torch.device("cpu"))
     told: list[str] = []
-    dog = Watchdog(
-        world,
-        timeout=None,
-        group_timeout=timedelta(minutes=30),
-        on_hang=lambda _: None,
-        folder=tmp_path,
-        told=lambda: "".join(told),
-    )
+    dog = _watchdog(world, tmp_path, None, [], told=lambda: "".join(told))
     for window in range(6):
         world.activity.window, world.activity.phase = window, Phase.LOADING
         dog._look(time.monotonic())
@@ -113,6 +114,32 @@ def test_once_a_run_is_told_to_leave_a_meeting_that_lasts_is_a_hang_in_seconds(t
     assert dog.limit() == FLOOR_S
     told.append("SIGTERM")
     assert dog.limit() == 10
+
+
+def test_once_a_run_is_told_to_leave_a_stopped_rank_is_a_hang_in_seconds_in_the_first_window_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun kills all ranks 30 s after its SIGTERM, and nobody is left who could say why."""
+    monkeypatch.setattr(watchdog, "_TOLD_S", 0.3)
+    store, hangs, told = HashStore(), list[str](), list[str]()
+    world, other = (World(rank=rank, size=2, device=torch.device("cpu"), store=store) for rank in range(2))
+    dog = _watchdog(world, tmp_path, 20.0, hangs, told=lambda: "".join(told))
+    monkeypatch.setattr(dog, "_leave", lambda: None)
+    with subprocess.Popen(["sleep", "60"]) as process:  # noqa: S607
+        own = _watchdog(other, tmp_path, 20.0, [])._sign(closely=False)
+        store.set("watchdog/1", json.dumps(asdict(replace(own, pid=process.pid))))
+        process.send_signal(signal.SIGSTOP)
+        try:
+            with dog:
+                time.sleep(1.5)
+                assert not hangs  # nobody has told it to leave
+                told.append("SIGTERM")
+                until(lambda: hangs, 15)
+        finally:
+            process.kill()
+    assert hangs[0].startswith(f"rank 1 (process {process.pid} on ")
+    assert "is stopped (SIGSTOP, or Ctrl-Z); " in hangs[0]
+    assert hangs[0].endswith("after SIGTERM")
 
 
 @pytest.mark.parametrize("what", ["the other rank works", "the loop works", "a debugger"])

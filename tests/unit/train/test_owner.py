@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -132,9 +132,9 @@ def test_on_another_machine_the_last_sign_of_life_decides(
 
 
 @pytest.mark.fault(
-    "a job that Slurm or torchrun starts again on another machine",
+    "a job that Slurm starts again on another machine, or torchrun, and then nothing of it lives for 30 s",
     group="directory",
-    does="takes its folder over at once",
+    does="takes its folder over, Slurm's at once; another live job of the same rendezvous id is not touched",
     says="which was an earlier attempt of this job (...): taken over",
 )
 def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_once(
@@ -146,7 +146,6 @@ def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_on
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two steps of one job
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
-        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}, False),
     )
     for before, now, taken in attempts:
@@ -163,6 +162,21 @@ def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_on
             else:
                 with pytest.raises(ConfigError, match="on node-7"), Owner(tmp_path):
                     pass
+    # A rendezvous id is no proof: a job on another machine may have the same one.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(owner, "BEAT_S", 0.5)
+    _write(tmp_path, age=0, machine=ELSEWHERE, job="torchrun a")
+    ended = Event()
+    lives = Thread(target=lambda: [os.utime(tmp_path / "owner.json") for _ in iter(lambda: ended.wait(0.05), True)])
+    lives.start()
+    with pytest.raises(ConfigError, match=r"is another run's .*on node-7"), Owner(tmp_path):
+        pass
+    ended.set()
+    lives.join()
+    with Owner(tmp_path):
+        pass
+    says(caplog.text)
 
 
 @pytest.mark.fault(
