@@ -163,7 +163,7 @@ ELSEWHERE = {
         "distributed/test_groups.py::test_deepspeeds_own_launcher"
     ),
     "PROGRAM=own_loop.py sbatch --nodes=2 --gpus-per-node=8 --time=04:00:00 slurm/train.sbatch --lr 3e-4": (
-        "cluster/slurm/test_interruptions.py::test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise"
+        "cluster/slurm/test_jobs.py::test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise"
     ),
     "python launch/train.py -m hydra/launcher=slurm hydra.launcher.gpus_per_node=8 batch.micro_size=4,8 seed=1,2": (
         "cluster/slurm/test_submitit.py::test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on"

@@ -190,7 +190,7 @@ SHOWN_BY = {
     "told to leave, it saves": (
         "distributed/test_preemption.py::test_preempted_at_random_moments_is_bitwise_uninterrupted",
     ),
-    "Slurm requeues it": ("cluster/slurm/test_interruptions.py::test_preempted_by_another_job_it_goes_on_bitwise",),
+    "Slurm requeues it": ("cluster/slurm/test_jobs.py::test_preempted_by_another_job_it_goes_on_bitwise",),
     "a rank that hangs": ("distributed/test_phases.py::test_a_rank_that_stops_is_named_with_its_phase",),
     "memory is known before the start": ("tools/plan/test_activations.py::test_a_micro_step_takes_what_was_forecast",),
     "a batch that fits is found": ("distributed/test_rehearsal.py::test_it_is_bitwise_the_run_with_that_size_stated",),
