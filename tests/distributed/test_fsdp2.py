@@ -104,6 +104,8 @@ def test_one_reduction_a_unit_and_window_or_micro_step(launched: LaunchEnvironme
         units, micro_steps = found["units"], found["micro-steps"]
         for sync, times in (("boundary", 1), ("every", micro_steps)):
             seen = {name.removesuffix(f", {sync}"): one for name, one in found.items() if str(name).endswith(sync)}
+            # Each rank a replica: nothing is scattered, and what they have is added up once a window.
+            assert seen.pop("replicas")["all-reduces"] == seen["fp32"]["all-reduces"] + units
             assert {one["reductions"] for one in seen.values()} == {units * times}
             whole = seen["fp32"]["fp32 bytes"] * times
             for name, one in seen.items():
@@ -117,7 +119,7 @@ def test_parameters_travel_in_16_bits_where_all_of_the_model_computes_in_them(la
             gathered = {
                 name.removesuffix(f", {sync}"): one["gathered bytes"]
                 for name, one in rank["wire"].items()
-                if str(name).endswith(sync)
+                if str(name).endswith(sync) and not str(name).startswith("replicas")
             }
             fp32 = gathered.pop("fp32")
             assert gathered.pop("bf16") * 2 == fp32

@@ -45,20 +45,23 @@ class Units:
         self.every = every
         self.gathered = False
         """Whether a forward has gathered weights that no backward has freed since."""
-        self._reduce: bool | None = None
+        self._set: tuple[bool, bool] | None = None
         if not reshards:  # but all at once, after the backward
             self.modules[0].set_reshard_after_backward(False)
 
     def reduce(self, *, sync: bool) -> None:
         """Whether the next backward reduces. Only the engine's own does: another one in a window reduces nothing.
 
+        Replicas add up their shards in the window's last alone.
+
         Args:
             sync: it is the window's last.
         """
-        if self._reduce is not (reduce := sync or self.every):
-            self._reduce = reduce
+        if self._set != (wanted := (sync or self.every, sync)):
+            self._set = wanted
             for unit in self.modules:
-                unit.set_requires_gradient_sync(reduce, recurse=False)
+                unit.set_requires_gradient_sync(wanted[0], recurse=False)
+                unit.set_requires_all_reduce(sync, recurse=False)
 
     @contextmanager
     def local(self) -> Iterator[None]:

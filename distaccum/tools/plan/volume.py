@@ -88,11 +88,10 @@ def sent(
 ) -> dict[str, float]:
     """Bytes that one of ``ranks`` sends in a window by kind, where collectives go around rings; see :func:`payloads`.
 
-    Replicas of the shards reduce these again, among each other, in fp32.
+    Replicas of the shards reduce these again, among each other, in fp32, once a window.
     """
     payload = payloads(sharding, elements, in_blocks, micro_steps, formats, sums=sums)
     within = ranks // sharding.replicas
     found = {kind: ring_bytes(kind, size, within) for kind, size in payload.items()}
-    times = micro_steps if sharding.every else 1
-    found["all-reduce"] += times * ring_bytes("all-reduce", FULL * elements / within, sharding.replicas)
+    found["all-reduce"] += ring_bytes("all-reduce", FULL * elements / within, sharding.replicas)
     return found

@@ -138,7 +138,10 @@ class Window:
             busy = self._micro_step * samples / job.micro_batch_size
             boundary = i == len(sizes) - 1
             ends = self._micro_step_ends(
-                busy, reduces=boundary or self._sharding.every, gathers=i == 0 or not self._sharding.held
+                busy,
+                reduces=boundary or self._sharding.every,
+                boundary=boundary,
+                gathers=i == 0 or not self._sharding.held,
             )
             compute, exposed = compute + busy, exposed + max(0.0, ends - busy)
         exposed += seconds("all-reduce", COUNT_BYTES, ranks, self._all) + self._spread()
@@ -161,7 +164,7 @@ class Window:
             ),
         )
 
-    def _micro_step_ends(self, busy: float, *, reduces: bool, gathers: bool) -> float:
+    def _micro_step_ends(self, busy: float, *, reduces: bool, boundary: bool, gathers: bool) -> float:
         """Seconds of a micro-step that computes for ``busy`` seconds, with its communication."""
         forward, backward = FORWARD * busy, (1 - FORWARD) * busy
         sizes, sharded = self._job.sizes, self._sharding.stage >= PARAMETER_STAGE
@@ -176,10 +179,10 @@ class Window:
             messages = self._buckets()
             fetch = [0.0] * len(messages)
         overlaps = reduces and self._sharding.overlaps
-        costs = [self._reduction(message) if overlaps else 0.0 for message in messages]
+        costs = [self._reduction(message, boundary=boundary) if overlaps else 0.0 for message in messages]
         spent, link = run_pass(shares(messages, backward), fetch, costs, link_free=max(0.0, link - now))
         if reduces and not overlaps:
-            link = max(link, spent) + self._reduction(sizes.elements)
+            link = max(link, spent) + self._reduction(sizes.elements, boundary=boundary)
         return now + max(spent, link)
 
     def _buckets(self) -> tuple[int, ...]:
@@ -190,7 +193,8 @@ class Window:
     def _gather(self, elements: int) -> float:
         return seconds("all-gather", self._job.formats.gathered * elements, self._within, self._ring)
 
-    def _reduction(self, elements: int) -> float:
+    def _reduction(self, elements: int, *, boundary: bool) -> float:
+        """Seconds; replicas take part in the window's last alone."""
         kind = "reduce-scatter" if self._sharding.scatters else "all-reduce"
         if self._job.virtual_ranks is not None:
             payload, (sums, _) = self._job.formats.reduced * elements, self._job.sums(self._ranks)
@@ -198,6 +202,8 @@ class Window:
             spread = 0.0 if self._sharding.scatters else seconds("all-gather", payload, self._within, self._ring)
             return scattered + spread
         within = seconds(kind, self._job.formats.reduced * elements, self._within, self._ring)
+        if not boundary:
+            return within
         shard = FULL * elements / self._within
         return within + seconds("all-reduce", shard, self._sharding.replicas, self._across)
 

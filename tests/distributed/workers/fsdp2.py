@@ -258,6 +258,7 @@ def models(world: World) -> dict[str, Errors]:
     for sync, engine in SYNCS.items():
         for name, make in MODELS.items():
             found[f"{name}, {sync}"] = exact(make, world, engine)
+        found[f"replicas, {sync}"] = exact(plain, world, replace(engine, replicas=2), micro=1)
         found[f"clip_norm, {sync}"] = exact(groups, world, engine, clip_norm=0.3)
         found[f"clip_value, {sync}"] = exact(groups, world, engine, clip_value=0.02)
     return found
@@ -419,11 +420,13 @@ def wire(world: World) -> dict[str, Any]:
         "bf16, gathered in fp32": (bf16, "fp32"),
         "bf16, keep_fp32": (replace(bf16, keep_fp32=["blocks.0"]), "compute"),
         "bf16, only": (replace(bf16, only=["blocks.0"]), "compute"),
+        "replicas": (fp32, "compute"),
     }
     for sync, config in SYNCS.items():
         for name, (precision, gather) in cases.items():
             make, size = partial(sgd, Model), world.size * micro_steps
-            acc = accumulator(make, world, replace(config, gather_dtype=gather), size, 1, precision=precision)
+            engine = replace(config, gather_dtype=gather, replicas=world.size if name == "replicas" else 1)
+            acc = accumulator(make, world, engine, size, 1, precision=precision)
             loss = Squares()
             windows = acc.windows(source_of(samples(3 * size)))
             for window in islice(windows, 2):

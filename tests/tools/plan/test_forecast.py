@@ -232,9 +232,10 @@ def test_what_is_sent_by_hand() -> None:
         assert {kind: size for kind, size in found.items() if size} == {k: v * 3 / 4 for k, v in expected.items()}, (
             engine
         )
-    # In halves of two: 24 bytes of the gradient go around a half, and a shard of 24 bytes between the halves.
-    found = sent(sharding_of(FSDP2Config(replicas=2)), 12, 8, 3, ranks=4)
-    assert (found["reduce-scatter"], found["all-reduce"]) == (48 / 2, 2 * 24 / 2)
+    # In halves of two: 24 bytes of the gradient go around a half, and once a shard of 24 bytes between the halves.
+    for sync, times in (("boundary", 1), ("every", 3)):
+        found = sent(sharding_of(FSDP2Config(sync=sync, replicas=2)), 12, 8, 3, ranks=4)
+        assert (found["reduce-scatter"], found["all-reduce"]) == (times * 48 / 2, 2 * 24 / 2)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
