@@ -26,8 +26,6 @@ def test_another_global_batch_is_exact(found: Any, engine: str) -> None:
 
 
 REFUSED = {
-    "same optimizer": "MisuseError: the optimizer SGD is in another Accumulator",
-    "same model": "MisuseError: the model Sequential is in another Accumulator",
     "sizes differ": "ConfigError: global_batch_size=4: and from 4 to 5 on other ranks",
     "one is wrong": "ConfigError: global_batch_size=4: and from 0 to 4 on other ranks",
     "metrics differ": "MisuseError: scheduler_step(0.0) where the ranks give 0.0, 1.0: reduce the metric",
@@ -37,10 +35,7 @@ REFUSED = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_train_wrongly_is_refused(found: Any, engine: str, what: str) -> None:
-    expected = REFUSED[what]
-    if engine == "fsdp2" and what.startswith("same"):  # it is seen first that the model is sharded
-        expected = "it is in FSDPModule already"
-    assert expected in found[engine][what]
+    assert REFUSED[what] in found[engine][what]
 
 
 def test_an_optimizer_whose_state_was_gathered_is_used_again(found: Any) -> None:
@@ -52,8 +47,6 @@ def test_an_optimizer_whose_state_was_gathered_is_used_again(found: Any) -> None
 def test_another_global_batch_on_deepspeed() -> None:
     found = answer("accumulator", "deepspeed", timeout=120, warm="deepspeed")["deepspeed"]
     assert found["whole"] == pytest.approx(oracle(), rel=1e-6, abs=1e-6)
-    assert found["same optimizer"].startswith(REFUSED["same optimizer"])
-    assert found["same model"].startswith(REFUSED["same model"])
 
 
 MORE = [pytest.param(world, marks=pytest.mark.heavy) for world in (3, 4)]

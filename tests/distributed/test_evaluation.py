@@ -48,7 +48,13 @@ def test_one_rank_stops_all(results: dict[int, dict[str, Any]], world: int) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("warm", "engines"),
-    [("distaccum", ["ddp", "zero1", "fsdp2"]), pytest.param("deepspeed", ["deepspeed"], marks=pytest.mark.heavy)],
+    [
+        ("distaccum", ["ddp", "fsdp2"]),
+        *(
+            pytest.param(*one, marks=pytest.mark.heavy)
+            for one in (("distaccum", ["zero1"]), ("deepspeed", ["deepspeed"]))
+        ),
+    ],
 )
 def test_every_engine_evaluates_alone(warm: str, engines: list[str]) -> None:
     """Ground truth: fp64, each set at once. Then both windows and evaluations, whoever loads the samples."""

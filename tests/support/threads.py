@@ -55,3 +55,13 @@ def run_ranks(size: int, function: Callable[[World], Result]) -> list[Result | B
         _pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     return results
+
+
+def on_ranks(size: int, function: Callable[[World], Result]) -> list[Result]:
+    """What it gives on each rank; raises what it raises on one."""
+    results = list[Result]()
+    for result in run_ranks(size, function):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results

@@ -23,7 +23,7 @@ from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError,
 from distaccum.testing.counters import OperationCounter
 from distaccum.tools.diagnose import diagnose
 from tests.support import compared
-from tests.support.threads import run_ranks
+from tests.support.threads import on_ranks
 
 GLOBAL = 12
 SIZES = (29, 26)  # ragged windows of 5, and of 2 samples: ranks have none
@@ -72,15 +72,6 @@ def gradients(acc: Accumulator, model: nn.Module, loss: Any, data: Any) -> tuple
         found.append(start - flat(model))
         set_flat(model, start)
     return found, losses
-
-
-def on_ranks(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """What it gives on each rank; raises what it raises on one."""
-    results = run_ranks(size, function)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize("size", SIZES)

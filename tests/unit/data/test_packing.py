@@ -22,7 +22,7 @@ from distaccum.models import gpt
 from distaccum.train.packing import check_model, pack
 from tests.support.packing import LENGTHS, VOCABULARY, descend, documents, make_model, off, spec
 from tests.support.runs import settings
-from tests.support.threads import run_ranks
+from tests.support.threads import on_ranks
 
 
 def gradient_alone(positions: str, updates: int) -> Tensor:
@@ -84,9 +84,7 @@ def test_the_gradient_is_that_of_documents_alone(engine: str, world: int, positi
     """Of one window, and of three, the last of which is ragged."""
     for updates in (1, 3):
         truth = gradient_alone(positions, updates)
-        for found in run_ranks(world, lambda one, updates=updates: train(engine, one, positions, updates)):
-            if isinstance(found, BaseException):
-                raise found
+        for found in on_ranks(world, lambda one, updates=updates: train(engine, one, positions, updates)):
             assert off(found, truth) < 1e-12
 
 

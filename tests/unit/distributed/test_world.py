@@ -23,7 +23,7 @@ from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, PeerError
 from distaccum.testing import single_process_world
-from tests.support.threads import run_ranks
+from tests.support.threads import on_ranks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
@@ -67,8 +67,7 @@ def test_collectives_of_one(gloo_world: World) -> None:
 @pytest.mark.parametrize("rows", [(2, 0, 3), (0, 0, 0)])
 def test_rows_of_all_ranks(dtype: torch.dtype, row: tuple[int, ...], rows: tuple[int, ...]) -> None:
     given = [torch.randn(number, *row).mul(9).to(dtype) for number in rows]
-    for found in run_ranks(3, lambda world: world.all_gather_rows(given[world.rank], rows)):
-        assert not isinstance(found, BaseException)
+    for found in on_ranks(3, lambda world: world.all_gather_rows(given[world.rank], rows)):
         assert [one.dtype for one in found] == [dtype] * 3
         assert all(torch.equal(*pair) for pair in zip(found, given, strict=True))
 

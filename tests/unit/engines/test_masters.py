@@ -33,7 +33,7 @@ from distaccum.errors import ConfigError, MisuseError
 from distaccum.tools.export import DTYPES, export
 from distaccum.tools.plan import volume
 from distaccum.tools.plan.sharding import formats_of, sharding_of
-from tests.support.threads import run_ranks
+from tests.support.threads import on_ranks
 
 WEIGHTS = "bf16-weights"
 ENGINES: dict[str, EngineConfig] = {"ddp": DDPConfig(), "zero1": Zero1Config(), "fsdp2": FSDP2Config()}
@@ -132,14 +132,6 @@ def _truth(loss: str, updates: int, rate: float, offset: float) -> dict[str, Ten
     return masters
 
 
-def _ranks(world: int, function: Callable[[World], Any]) -> list[Any]:
-    results = run_ranks(world, function)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
 @pytest.mark.parametrize(("name", "world"), CELLS)
 def test_updates_that_bf16_has_no_digits_for_add_up_in_the_masters(name: str, world: int) -> None:
     """A bf16 weight of 4 and a rate of 2**-14 stand still; its master arrives exactly, over full and ragged windows."""
@@ -151,7 +143,7 @@ def test_updates_that_bf16_has_no_digits_for_add_up_in_the_masters(name: str, wo
         return _masters(acc.engine, world)
 
     truth = _truth("linear", 20, 2.0**-14, 0.0)
-    for found in _ranks(world, trained):
+    for found in on_ranks(world, trained):
         assert all(torch.equal(found[key].double(), truth[key]) for key in truth)
     start = dict(_net().named_parameters())
     assert all(torch.equal(truth[key].bfloat16(), start[key].bfloat16()) for key in truth)  # all below its digits
@@ -174,7 +166,7 @@ def test_the_gradient_is_that_at_the_weights_roundings(name: str, world: int) ->
             found.append(_masters(acc.engine, world))
         return found
 
-    for found in _ranks(world, trained):
+    for found in on_ranks(world, trained):
         for updates, masters in enumerate(found, 1):
             truth = _truth("square", updates, 2.0**-12, 2.0**-10)
             assert all(torch.equal(masters[key].double(), truth[key]) for key in truth)
@@ -224,7 +216,7 @@ def test_weights_are_their_masters_roundings_and_gradients_fp32(name: str, world
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
         assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
 
-    _ranks(world, trained)
+    on_ranks(world, trained)
 
 
 @pytest.mark.parametrize(("name", "world"), [("ddp", 1), ("zero1", 2), ("fsdp2", 2)])
@@ -256,7 +248,7 @@ def test_a_resume_is_bitwise_and_other_precisions_take_the_masters(name: str, wo
         assert expected.keys() == found.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), "not bit by bit"
 
-    _ranks(world, resumed)
+    on_ranks(world, resumed)
 
 
 @pytest.mark.parametrize(("name", "world"), [("ddp", 1), ("ddp", 2), ("zero1", 2), ("fsdp2", 1), ("fsdp2", 2)])
@@ -269,7 +261,7 @@ def test_exported_weights_are_the_masters_or_their_roundings(name: str, world: i
         write = checkpoint_state.Part.of(acc.engine, run, None, world).write
         return CheckpointStore(tmp_path / "checkpoints", keep=0).save(20, world, write)
 
-    checkpoint = _ranks(world, saved)[0]
+    checkpoint = on_ranks(world, saved)[0]
     truth = _truth("linear", 20, 2.0**-6, 0.0)
     start = dict(_net().named_parameters())
     for key, exact in truth.items():  # bf16 has not all of its digits, and some that have moved
@@ -303,7 +295,7 @@ def test_a_rank_holds_the_bytes_of_the_zero_paper(name: str, bytes_each: float) 
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
         return sum(storages.values()) / (2 * 64 * 64)
 
-    assert _ranks(2, held) == [bytes_each] * 2
+    assert on_ranks(2, held) == [bytes_each] * 2
     parts = volume.memory(sharding_of(config), 1, 2, formats)
     forecast = parts["parameters"] + parts["optimizer"] + parts["gradients at the boundary"]
     assert forecast + volume.copied(sharding_of(config), 1, 2, formats) == bytes_each
