@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 
@@ -19,20 +20,21 @@ from distaccum.errors import ConfigError, near_misses
 _EXTRAS = {"schedulefree": "optimizers", "bitsandbytes": "optimizers"}  # packages that files in conf/ name
 
 
-def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
+def build(key: str, node: Node, *positional: Any, takes: type | None = None, **extra: Any) -> Any:
     """Calls the node's ``_target_`` with the rest of the node.
 
     Args:
         key: the node's dotted name, for error messages.
         node: ``_target_`` and keyword arguments.
         positional: arguments that go first.
+        takes: what is made has to be one; a target that makes something else is not called.
         extra: further keyword arguments.
 
     Raises:
-        ConfigError: no such target, an argument that it does not take or of another type than it declares, or an
-            error that it raises itself.
+        ConfigError: no such target, one that makes no part of a run, an argument that it does not take or of another
+            type than it declares, or an error that it raises itself.
     """
-    _check_arguments(key, node, target_of(key, node))
+    check(key, node, takes=takes)
     try:
         return instantiate(node, *positional, **extra, _convert_="all")
     except InstantiationException as error:
@@ -44,15 +46,47 @@ def build(key: str, node: Node, *positional: Any, **extra: Any) -> Any:
         raise ConfigError(key, node["_target_"], f"{type(cause).__name__}: {cause}", remedy) from error
 
 
-def check(key: str, node: Node) -> Any:
-    """The target of a node that is built later, its arguments checked as :func:`build` checks them.
+def check(key: str, node: Node, *, takes: type | None = None) -> Any:
+    """The target of a node that is built later, looked at as :func:`build` does before it calls anything.
 
     Raises:
-        ConfigError: no such target, or an argument that it does not take or of another type than it declares.
+        ConfigError: as :func:`build`, but for what the target itself raises.
     """
     target = target_of(key, node)
+    _refuse_others(key, node, target, takes)
+    _check_within(key, node)
     _check_arguments(key, node, target)
     return target
+
+
+def _check_within(key: str, node: Node) -> None:
+    """Looks at the targets among the arguments, which are called, too."""
+    for name, value in node.items():
+        within = value if isinstance(value, list) else [value]
+        for one in within:
+            if isinstance(one, Mapping):
+                if "_target_" in one:
+                    _refuse_others(f"{key}.{name}", dict(one), target_of(f"{key}.{name}", dict(one)), None)
+                _check_within(f"{key}.{name}", dict(one))
+
+
+def _refuse_others(key: str, node: Node, target: Any, takes: type | None) -> None:
+    """Refuses, before it is called, what makes no part of a run: it may do anything, as ``os.system`` does."""
+    module = str(getattr(target, "__module__", None) or "")
+    is_own = module.partition(".")[0] in sys.stdlib_module_names
+    if module == "torch.serialization" or (is_own and (module == "subprocess" or not inspect.isclass(target))):
+        remedy = "Name a class or function that makes a part of a run"
+        raise ConfigError(f"{key}._target_", node["_target_"], "makes no part of a run, and is not called", remedy)
+    made = target
+    if takes is not None and not inspect.isclass(target):
+        made = None
+        with suppress(TypeError, ValueError, NameError, AttributeError):
+            made = get_type_hints(target).get("return")
+        if not inspect.isclass(made):  # it does not say what it returns
+            made = None if module.partition(".")[0] in ("torch", "numpy") else takes
+    if takes is not None and not (inspect.isclass(made) and issubclass(made, takes)):
+        remedy = f"Name a class that inherits from {takes.__name__}, or a function that returns one"
+        raise ConfigError(f"{key}._target_", node["_target_"], f"makes no {takes.__name__}, and is not called", remedy)
 
 
 def target_of(key: str, node: Node) -> Any:

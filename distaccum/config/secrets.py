@@ -1,8 +1,8 @@
 """Secrets in settings: known by their key or by their form, and replaced in everything that a run writes.
 
-What is used keeps its value. Replaced are strings under keys such as ``api_key``, ``hf_token`` or ``password``, strings
-of known forms (``hf_...``, ``sk-...``, ``AKIA...``, a URL's password, ...), and wherever they appear, the values of
-environment variables with such names.
+What is used keeps its value. Replaced are strings and numbers under keys such as ``api_key``, ``hf_token`` or
+``password``, strings of known forms (``hf_...``, ``sk-...``, ``AKIA...``, a URL's password, ...), and wherever they
+appear, the values of environment variables with such names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any
 
 REDACTED = "<redacted>"
 _SHORTEST = 8  # of a value that is looked for in other texts; a shorter one would be found in innocent words
-_KEY = re.compile(r"api_?key|access_?key|private_?key|secret|passw(or)?d|passphrase|credential|token", re.IGNORECASE)
+_KEY = re.compile(
+    r"(api|access|private|storage|account)_?key|secret|passw(or)?d|passphrase|pwd|credential|token|(?<![a-z])auth(?!or)|"
+    r"bearer|webhook|cookie",
+    re.IGNORECASE,
+)
+_PATHS = ("PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY")  # of every shell
 # What language models call tokens: settings, and not secrets.
 _INNOCENT = re.compile(
     r"tokens|tokeni[sz]|token_?(id|type|dim|embed|count|budget|limit|weight|drop)|(max|min|num|n|per|batch|"
@@ -44,13 +49,13 @@ def values_of(settings: object, *, under: bool = False) -> Iterator[str]:
     elif isinstance(settings, list | tuple):
         for value in settings:
             yield from values_of(value, under=under)
-    elif under and isinstance(settings, str) and settings:
-        yield settings
+    elif under and isinstance(settings, str | int | float) and not isinstance(settings, bool) and settings:
+        yield str(settings)
 
 
 def values_of_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
     """The secrets among the environment variables, by their names."""
-    return {value for name, value in environment.items() if is_secret(name)}
+    return {value for name, value in environment.items() if is_secret(name) and name not in _PATHS}
 
 
 def redact(settings: Any, values: Collection[str] = ()) -> Any:
@@ -68,14 +73,11 @@ def redact_text(text: str, values: Collection[str] = ()) -> str:
 
 def _redact(settings: Any, values: Collection[str], *, under: bool) -> Any:
     if isinstance(settings, Mapping):
-        return {
-            key: _redact(value, values, under=under or is_secret(str(key)))  # a number under such a key stays
-            for key, value in settings.items()
-        }
+        return {key: _redact(value, values, under=under or is_secret(str(key))) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [_redact(value, values, under=under) for value in settings]
     if not isinstance(settings, str):
-        return settings
+        return REDACTED if under and isinstance(settings, int | float) and not isinstance(settings, bool) else settings
     override = _OVERRIDE.match(settings)
     if override and is_secret(override[0][:-1]):  # its value may have spaces
         return override[0] + REDACTED

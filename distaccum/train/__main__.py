@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distaccum import program
+from distaccum.config.secrets import redact_text
 from distaccum.distributed.signals import LAUNCHER, die_with_parent
 
 # Starting fast: Python's garbage collector leaves alone what the imports make.
@@ -32,7 +33,7 @@ def without_garbage_collection() -> Iterator[None]:
 def refuse_mistyped() -> None:
     """Ends this process, unless it is one of several ranks, where a setting or choice is mistyped: before torch."""
     if "RANK" not in os.environ and (error := program.load(program.REFUSED)(sys.argv[1:])):
-        sys.stderr.write(f"distaccum: configuration error: {error}\n")
+        sys.stderr.write(redact_text(f"distaccum: configuration error: {error}\n"))
         sys.exit(2)
 
 

@@ -45,7 +45,7 @@ from distaccum.train.failure import RUN_NOTE, lines_of, reason_of, tell_torchrun
 from distaccum.train.metrics.background import is_left_behind
 from distaccum.train.run import Launch, RunResult, Start, prepare, run
 from distaccum.train.run_dir import RunDir
-from distaccum.train.run_log import enable_loggers, log_to_stderr
+from distaccum.train.run_log import enable_loggers, hide_on_stderr, log_to_stderr
 
 
 def passed(components: TrainingComponents, from_step: int | None) -> str:
@@ -129,6 +129,7 @@ def _run_job(
 
     run_dir, environment = RunDir(Path(job.run_dir), secrets=tuple(values_of(job.config))), launch.environment
     outlive_output()
+    hide_on_stderr(run_dir.hidden)
 
     with watched_start(job.config, run_dir, environment.rank) as (within_s, ready):
 
@@ -207,12 +208,14 @@ class _Jobs:
             NonFiniteError, SpikeError, NoObjectiveError: the run diverged while a sweeper tries it: its trial failed.
         """
         self.stop_capturing()
-        sys.stderr.write(self._captured.getvalue())  # Hydra's warnings, and what a sweeper has said
+        said = self._captured.getvalue()
         self._captured.seek(0)
         self._captured.truncate()  # the next job of a sweep tells what is new
         self.composed = True
         secrets = values_of(OmegaConf.to_container(node, resolve=False))  # what cannot be resolved is an error below
         run_dir = RunDir(Path(HydraConfig.get().runtime.output_dir), secrets=tuple(secrets))
+        hide_on_stderr(run_dir.hidden)
+        sys.stderr.write(run_dir.hidden(said))  # Hydra's warnings, and what a sweeper has said
         objective: Any = None
         try:
             objective = self._run(node, run_dir)
@@ -402,7 +405,7 @@ def _report(run_dir: RunDir, rank: int, error: BaseException) -> None:
     """Rank 0, or its launcher, prints the failure; the rank that caused it one line, also in torchrun's error file."""
     reason, first = run_dir.hidden(reason_of(rank, error)), run_dir.failure()
     if "HYDRA_FULL_ERROR" in os.environ:
-        sys.stderr.writelines(traceback.format_exception(error))
+        sys.stderr.write(run_dir.hidden("".join(traceback.format_exception(error))))
     tell_torchrun(first or reason, run_dir)  # on every rank: torchrun may take any for the root cause
     if rank == 0 and RUN_NOTE not in os.environ:
         for line in lines_of(run_dir, reason):

@@ -207,7 +207,10 @@ def build_components(
     config = config.with_schedule(own_optimizer=bool(optimizers))
     data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
     plan = _plan_of(config, data, world_size)
-    everyone = [*callbacks, *(build(f"callbacks.{name}", node) for name, node in config.callbacks.items())]
+    everyone = [
+        *callbacks,
+        *(build(f"callbacks.{name}", node, takes=Callback) for name, node in config.callbacks.items()),
+    ]
     stated = Stated(
         config=config,
         data=data,

@@ -15,6 +15,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from distaccum.config.secrets import redact_text, values_of_environment
+
 # The log of a command: warnings and errors of every rank on stderr, with ``-v`` what rank 0 does as well.
 
 PACKAGE = logging.getLogger("distaccum")
@@ -26,15 +28,28 @@ class _Stderr(logging.Handler):
     def __init__(self, level: int, layout: str, *, is_main: bool) -> None:
         super().__init__(level)
         self._is_main = is_main
+        self.hide: Callable[[str], str] = hidden
         self.setFormatter(logging.Formatter(layout))
 
     def emit(self, record: logging.LogRecord) -> None:
         if not self._is_main and hasattr(record, "on_all_ranks"):
             return
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.write(f"{self.hide(self.format(record))}\n")
         except Exception:
             self.handleError(record)
+
+
+def hidden(text: str) -> str:
+    """A text without the secrets of the environment, and without what is one by its key or form."""
+    return redact_text(text, values_of_environment())
+
+
+def hide_on_stderr(hide: Callable[[str], str]) -> None:
+    """From now on ``hide`` takes the secrets out of what a command's log says on stderr."""
+    for handler in (*PACKAGE.handlers, *logging.root.handlers):
+        if isinstance(handler, _Stderr):
+            handler.hide = hide
 
 
 @contextmanager

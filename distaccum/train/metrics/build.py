@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,9 +40,7 @@ def check_loggers(metrics: MetricsConfig) -> None:
             raise ConfigError(key, True, f"{name} is not installed", f"Run {install_command(name)}")
     for name, node in metrics.loggers.items():
         key = f"metrics.loggers.{name}"
-        target = check(key, node)
-        if inspect.isclass(target) and not issubclass(target, Logger):
-            raise ConfigError(f"{key}._target_", node["_target_"], "is no Logger", "Inherit from distaccum.Logger")
+        check(key, node, takes=Logger)
 
 
 def build_loggers(
@@ -76,7 +73,7 @@ def build_loggers(
     if metrics.mlflow.enabled:
         others.append(load(MLFLOW)(metrics.mlflow, run.folder))
     for name, node in metrics.loggers.items():
-        others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node), draws_on=device))
+        others.append(Tolerant(name, partial(build, f"metrics.loggers.{name}", node, takes=Logger), draws_on=device))
     others += [Tolerant(type(logger).__name__, partial(_itself, logger), draws_on=device) for logger in given]
     for logger in others:
         logger.begin(run)

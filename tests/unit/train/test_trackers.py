@@ -192,7 +192,7 @@ def test_the_logger_of_the_page_works(gloo_world: World, tmp_path: Path) -> None
     [
         ({"_target_": "no.such.Thing"}, "cannot be imported"),
         ({"_target_": f"{__name__}.Collects", "nam": "x"}, "no such argument; did you mean name"),
-        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "is no Logger"),
+        ({"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}, "makes no Logger"),
     ],
 )
 def test_a_logger_that_cannot_be_built_is_refused(node: dict[str, Any], problem: str) -> None:
