@@ -179,7 +179,7 @@ def _build(key: str, node: Node, config: OptimConfig, parameters: Sequence[Any],
     own = {name: value for name, value in node.items() if name != "lr" or key == KEY}
     lr = config.lr if key == KEY else node.get("lr", config.lr)
 
-    def make(parameters: Iterable[Any], **fused: bool) -> Optimizer:
+    def make(parameters: Iterable[Any], **fused: Any) -> Optimizer:
         return cast(Optimizer, build(key, own, parameters, lr=lr, **fused))
 
     if "fused" in node:
