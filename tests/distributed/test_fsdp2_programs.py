@@ -50,7 +50,6 @@ def test_what_cannot_be_followed_is_refused_before_a_weight_moves(found: Any) ->
         "another block twice on each rank": "ranks ran different blocks in a forward",
         "a block twice, reentrant": "a reentrant checkpoint computes a block (FSDPBlock) again twice",
         "two forwards, reentrant": "a reentrant checkpoint computes a block (FSDPBlock) again twice",
-        "two models, uneven": "the model was called in another one's micro-step",
         "a gradient penalty": "the model is differentiated twice",
         "an attack, uneven": "the model is differentiated by hand",
         "between micro-batches": "the model was called between two micro-batches",

@@ -15,6 +15,7 @@ from tests.support.programs import ENGINES, LATE, OPEN, PROGRAMS, REFUSED, table
 WORKER = ROOT / "tests" / "distributed" / "workers" / "programs.py"
 # Each program on one engine, each engine with a quarter of them; the rest is heavy. The default run has those of ddp.
 COVERING = set(zip(PROGRAMS, cycle(ENGINES), strict=False))
+COVERING ^= {("GAN, two accumulators", engine) for engine in ("fsdp2", "ddp")}  # test_fsdp2_programs has that of fsdp2
 
 
 def _marks(name: str, engine: str) -> tuple[pytest.MarkDecorator, ...]:

@@ -176,27 +176,6 @@ def test_a_stand_in_reduces_and_adds_nothing(gloo_world: World, find_unused: boo
     assert moved == [not find_unused] * 4  # decay moves what a window used, and a stand-in uses nothing
 
 
-def test_nobody_else_steps_or_zeroes(gloo_world: World) -> None:
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()  # nobody owns it yet
-    optimizer.zero_grad()
-    engine = create_engine(model, optimizer, gloo_world)
-    _window(engine, [torch.ones(1, 3)])
-    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters() if p.grad is not None]
-    for method in ("step", "zero_grad"):
-        with pytest.raises(MisuseError, match=rf"optimizer\.{method}\(\) was called by hand: delete the line"):
-            getattr(optimizer, method)()
-    for parameter, (value, gradient) in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, gradient)
-    engine.step()
-    assert not torch.equal(model.bias, before[1][0])
-    with pytest.raises(MisuseError, match="by hand"):
-        optimizer.step()
-
-
 def test_a_forward_past_the_engine_is_refused(gloo_world: World) -> None:
     """Also in a window's later micro-step: each one's forward is asked for."""
     model = nn.Linear(3, 3)

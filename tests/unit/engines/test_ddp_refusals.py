@@ -304,51 +304,6 @@ def test_gradients_of_probes_between_windows_are_none_of_the_next_windows(
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), ORDER))
 
 
-def test_two_accumulators_of_a_gan_are_exact() -> None:
-    """The generator's window backpropagates through the discriminator, whose gradients there are nobody's."""
-    noise = torch.randn(13, 4, generator=torch.Generator().manual_seed(5)).double()
-    pairs = [torch.stack(pair) for pair in zip(DATA, noise, strict=True)]
-
-    def parts() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(0)
-        generator, critic = Plain(), Plain()
-        generator.head = nn.Linear(4, 4).double()
-        with torch.no_grad():
-            generator.head.weight.copy_(DATA[:4])
-            generator.head.bias.zero_()
-        return generator, critic
-
-    def critic_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
-        with torch.no_grad():
-            fake = generator(batch[:, 1])
-        return (critic(batch[:, 0]) - 1).square().sum() + critic(fake).square().sum()
-
-    def generator_loss(critic: Any, generator: Any, batch: Tensor) -> Any:
-        return (critic(generator(batch[:, 1])) - 1).square().sum()
-
-    def program(world: World) -> Weights:
-        generator, critic = parts()
-        of_critic, of_generator = _accumulator(critic, world), _accumulator(generator, world)
-        both = zip(of_critic.windows(pairs), of_generator.windows(pairs), strict=True)
-        for first, second in both:
-            for acc, window, loss in ((of_critic, first, critic_loss), (of_generator, second, generator_loss)):
-                for micro in window:
-                    with acc.accumulate():
-                        acc.backward(loss(of_critic.model, of_generator.model, micro.batch))
-        return [*_weights(generator), *_weights(critic)]
-
-    generator, critic = parts()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1) for m in (critic, generator)]
-    for numbers in ORDER:
-        batch = torch.stack([pairs[i] for i in numbers])
-        for optimizer, loss in zip(optimizers, (critic_loss, generator_loss), strict=True):
-            generator.zero_grad()
-            critic.zero_grad()
-            (loss(critic, generator, batch) / len(numbers)).backward()
-            optimizer.step()
-    _agree(run_ranks(2, program), [*_weights(generator), *_weights(critic)])
-
-
 def _train_after(acc: Accumulator, boundary: Callable[[Tensor], object]) -> Weights:
     """Trains after a first window that is abandoned: its last micro-step is ``boundary``, which raises KeyError."""
     window = next(iter(acc.windows(list(DATA))))
