@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -30,6 +30,7 @@ from distaccum.accumulation.spikes import Spikes
 from distaccum.accumulation.step import LossSums, Outcome
 from distaccum.accumulation.tracker import ProgressTracker
 from distaccum.config.checks import require_choice
+from distaccum.data.arriving import ArrivingWindows, NothingArrivedError
 from distaccum.data.cursor import DataCursor
 from distaccum.data.hooks import BeforeStep, Hooks, WindowHook
 from distaccum.data.loader import WindowLoader
@@ -182,6 +183,8 @@ class Accumulator:
             arrange=engine.facts.numerics.plan,
         )
         self._global_batch = GlobalBatch(own.sizes)
+        self._arriving = ArrivingWindows(self.world, seed=own.seed, planned=engine.facts.numerics.fixed_order)
+        self._arrival: Generator[OpenWindow, None, None] | None = None
         self._cursor = DataCursor(self._loader_factory, self._global_batch.give_on)
         self.tracker = ProgressTracker(
             engine,
@@ -324,7 +327,7 @@ class Accumulator:
         """Asks all ranks to stop before the next window; of a stream, after it, as its items are taken already."""
         self._counter.request_stop()
 
-    def windows(self, data: Any) -> Iterator[OpenWindow]:
+    def windows(self, data: Any) -> Generator[OpenWindow, None, None]:
         """The windows of one epoch, or the rest of it after :meth:`load_state_dict` or a ``break``.
 
         Windows that count nothing are skipped, not yielded, and counted in ``progress.skipped``. So is a window that
@@ -410,6 +413,36 @@ class Accumulator:
         for window in self.windows(data):
             for micro in window:
                 yield micro.batch
+
+    def window(self, micro_batches: Iterable[Any]) -> OpenWindow | tuple[()]:
+        """The window of what has arrived on the ranks, as after rollouts; a collective. There is no plan.
+
+        The global batch is what came, so the accumulator needs no size. Several passes over the same micro-batches are
+        several windows. Random numbers of micro-steps depend on the rank.
+
+        Args:
+            micro_batches: this rank's: any number, of any size, or none; each is counted before the first forward.
+
+        Returns:
+            An iterable of this rank's micro-batches, as :meth:`windows` yields them; ``()`` where no rank's counts
+            anything: there is no step then.
+
+        Raises:
+            ConfigError: with ``numerics=reproducible``, whose order of sums is a plan's.
+            MisuseError: in the middle of a window, or after :meth:`stop`.
+            PeerError: another rank could not make its micro-batches.
+        """
+        self._expect_no_window("window()")
+        if self.stopping:
+            refuse("window()", "after stop()", "end the loop once acc.stopping is true")
+        self._arriving.take(micro_batches)
+        if self._arrival:
+            self._arrival.close()
+        self._arrival = self.windows(self._arriving)
+        try:
+            return next(self._arrival)
+        except NothingArrivedError:
+            return ()
 
     def accumulate(self) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; the last one of a window ends with the step."""

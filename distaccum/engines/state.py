@@ -179,6 +179,8 @@ def whole_state(engine: Engine, world: World) -> EngineState:
     if engine.facts.state_layout is StateLayout.SHARDED:
         parts = [gathered(parts.pop(0), world) for _ in range(2)]
         values = merged(values, world)
+        places = {name: place for place, name in enumerate(engine.unwrapped_model.state_dict(keep_vars=True))}
+        parts[0] = dict(sorted(parts[0].items(), key=lambda entry: places.get(entry[0], len(places))))
     for part in parts:
         copy_in_place(part)
     model, optimizer = parts

@@ -1,0 +1,35 @@
+"""Windows of what arrives on the ranks: their gradient is that of all of it, whoever has how much."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.workers.arriving import PASSES, ROLLOUTS
+from tests.support.answers import answer
+
+TOLERANCE = 1e-6
+slow, heavy = pytest.mark.slow, pytest.mark.heavy
+
+
+@pytest.mark.parametrize(
+    ("world", "warm", "engines"),
+    [
+        (2, "distaccum", ["ddp"]),
+        pytest.param(3, "distaccum", ["zero1", "fsdp2"], marks=slow),
+        pytest.param(2, "deepspeed", ["deepspeed"], marks=slow),
+        pytest.param(1, "distaccum", ["ddp", "zero1", "fsdp2"], marks=heavy),
+        pytest.param(4, "distaccum", ["ddp", "zero1", "fsdp2"], marks=heavy),
+        pytest.param(3, "deepspeed", ["deepspeed", "deepspeed 3"], marks=heavy),
+    ],
+)
+def test_a_window_is_all_that_came(world: int, warm: str, engines: list[str]) -> None:
+    found = answer("arriving", asked=engines, world=world, warm=warm)
+    assert len(found["trainings"]) == 3 * len(engines)
+    rollouts = ROLLOUTS - 1 - (world == 1)  # one counts nothing, and of one rank another is empty
+    for training in found["trainings"]:
+        assert training["off"] <= TOLERANCE, training
+        assert (training["steps"], training["windows"]) == (PASSES * rollouts, PASSES * ROLLOUTS), training
+    first, *others = found["said"]
+    assert first == "OSError: the sampler of rank 0 is gone"
+    assert all("PeerError" in said and "the sampler of rank 0 is gone" in said for said in others)
+    assert found["stopped"] == "window() after stop(): end the loop once acc.stopping is true"
