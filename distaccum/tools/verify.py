@@ -156,6 +156,11 @@ def _status(file: Path) -> Iterator[Finding]:
     yield Finding(file.name, text)
 
 
+def _printable(text: str) -> str:
+    """Names of files may hold what a terminal obeys."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def main() -> None:
     """Runs ``distaccum verify``."""
     program.start()
@@ -170,7 +175,8 @@ def main() -> None:
     except (OSError, CheckpointError) as error:
         parser.exit(1, f"{parser.prog}: {given.run}: {error}\n")
     for one in found:
-        sys.stdout.write(f"{one.name:<{_WIDTH}}{one.text}\n")
+        text = "\n".join(map(_printable, one.text.split("\n")))
+        sys.stdout.write(f"{_printable(one.name):<{_WIDTH}}{text}\n")
     sys.exit(not all(one.whole for one in found))
 
 

@@ -320,7 +320,7 @@ def _absent(arguments: Sequence[str]) -> Iterator[Path]:
     stated = [value for key, _, value in (a.partition("=") for a in arguments) if key in _RUN_DIRS]
     for place in ("runs/run", *stated):
         above = Path(place.partition("${")[0] + "run").absolute().parents
-        yield from (folder for folder in above if not folder.exists())
+        yield from (folder for folder in above if not os.path.exists(folder))  # noqa: PTH110  of any length
 
 
 def _take_check(environment: LaunchEnvironment) -> LaunchEnvironment | None:

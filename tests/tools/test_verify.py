@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from distaccum import CrossEntropy, DataSpec, Trainer
+from distaccum.errors import ConfigError
 from distaccum.tools import verify
+from distaccum.train import cli
 from distaccum.train.owner import Holder
+from distaccum.train.run_dir import RunDir
 from tests.support.faults import has
 from tests.support.runs import settings
 
@@ -136,6 +139,23 @@ def test_every_damage_is_named(
         assert sorted(copied.rglob("*")) == before
         everything += said
     says(everything)
+
+
+@pytest.mark.fault(
+    "names of files with what a terminal obeys, or a path of 4,300 characters",
+    group="directory",
+    does="`verify` prints `?` in their place; a run is refused with exit code 2",
+)
+def test_names_that_a_terminal_obeys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints" / "aside-step-1\x1b[2J\nstep-9  whole").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert any("aside-step-1?[2J?step-9  whole" in line for line in _said(tmp_path, monkeypatch, capsys)[1])
+    long = "/".join(["d" * 200] * 22)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunDir(tmp_path / long).make()
+    assert len(list(cli._absent([f"hydra.run.dir={tmp_path}/{long}"]))) >= 21
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

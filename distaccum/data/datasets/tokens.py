@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
+import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 
@@ -87,4 +91,25 @@ def _open(key: str, pattern: str, dtype: np.dtype[np.unsignedinteger]) -> list[T
         if size == 0 or size % dtype.itemsize:
             problem = f"{path} has {size} bytes, no whole number of {dtype.itemsize}-byte ids"
             raise ConfigError(key, pattern, problem, "Give raw token ids, and their format as data.dtype")
-    return [np.memmap(path, dtype=dtype, mode="r") for path in paths]
+    return [_mapped(path, dtype) for path in paths]
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
+    """The ids of a file, read as they are used; unlike ``np.memmap``, a map of thousands of files keeps none open."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        address = _LIBC.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    held = (ctypes.c_char * size).from_address(address)
+    finalize(held, _LIBC.munmap, address, size).atexit = False
+    ids: Tokens = np.frombuffer(memoryview(held), dtype=dtype)
+    ids.flags.writeable = False
+    return ids

@@ -77,7 +77,28 @@ def test_token_shards_are_mapped_and_give_every_block_once(tmp_path: Path, dtype
     assert starts == [*range(0, 40, 4), *range(100, 108, 4), *range(300, 320, 4)]
     assert source.eval_dataset is not None
     assert int(source.eval_dataset[0][0][0]) == 324
-    assert isinstance(source.train._arrays[0], np.memmap)  # type: ignore[attr-defined]  never loaded whole
+    assert not source.train._arrays[0].flags.writeable  # type: ignore[attr-defined]
+
+
+@pytest.mark.fault(
+    "more token shards than a process may have files open (1,000)",
+    group="settings",
+    does="trains: a shard is mapped, and its file not kept open",
+)
+def test_token_shards_keep_no_file_open_and_are_not_read(tmp_path: Path) -> None:
+    for shard in range(100):
+        np.arange(6, dtype="<u2").tofile(tmp_path / f"{shard}.bin")
+    with (tmp_path / "x.bin").open("wb") as file:
+        file.truncate(2**36)  # 64 GiB without a block
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    source = tokens(path=str(tmp_path / "*.bin"), vocab_size=400, seq_len=4, dtype="uint16")
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    assert source.train[0][0].tolist() == [0, 1, 2, 3]
+    before = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    del source
+    gc.collect()
+    assert before == 101
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_token_shards_are_held_out_by_name(tmp_path: Path) -> None:
