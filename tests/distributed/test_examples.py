@@ -50,6 +50,14 @@ def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
     assert "global batch 2,048 tokens" in printed
 
 
+@pytest.mark.slow
+def test_the_policy_learns_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+    printed = [_run("grpo", world, tmp_path) for world in (1, 2)]
+    assert printed[0] == printed[1]
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed[0])]
+    assert rewards[0] < 0.15 < 0.6 < rewards[-1]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_encoder_decoder_learns(tmp_path: Path, world: int) -> None:
