@@ -110,6 +110,7 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 launch/examples/keras_classifier.py": (
         "distributed/test_examples.py::test_the_keras_classifier_learns"
     ),
+    "python launch/examples/grpo.py": "distributed/test_examples.py::test_the_policy_learns_alike_on_1_and_2_processes",
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
     "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
         "distributed/test_examples.py::test_the_encoder_decoder_learns"

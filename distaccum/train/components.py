@@ -207,10 +207,7 @@ def build_components(
     config = config.with_schedule(own_optimizer=bool(optimizers))
     data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
     plan = _plan_of(config, data, world_size)
-    everyone = [
-        *callbacks,
-        *(build(f"callbacks.{name}", node, takes=Callback) for name, node in config.callbacks.items()),
-    ]
+    everyone = [*callbacks, *_callbacks_of(config)]
     stated = Stated(
         config=config,
         data=data,
@@ -250,6 +247,10 @@ def build_components(
         total_steps=stated.total_steps,
         most_ahead=stated.most_ahead,
     )
+
+
+def _callbacks_of(config: RunConfig) -> list[Callback]:
+    return [build(f"callbacks.{name}", node, takes=Callback) for name, node in config.callbacks.items()]
 
 
 def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | None) -> EngineContext:

@@ -56,7 +56,7 @@ def logprobs(of: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rollout(update: int) -> tuple[list[dict[str, Tensor]], float]:
-    """This rank's micro-batches, and the mean reward of its answers. What is drawn depends on update and prompt alone."""
+    """This rank's micro-batches, and the mean reward of its answers. Update and prompt alone say what is drawn."""
     acc.model.eval()
     numbers = range(rank, PROMPTS, ranks)
     generators = [torch.Generator().manual_seed(update * PROMPTS + number) for number in numbers]

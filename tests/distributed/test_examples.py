@@ -51,11 +51,12 @@ def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_policy_learns_alike_on_one_process_and_on_two(tmp_path: Path) -> None:
+def test_the_policy_learns_alike_on_1_and_2_processes(tmp_path: Path) -> None:
     printed = [_run("grpo", world, tmp_path) for world in (1, 2)]
     assert printed[0] == printed[1]
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed[0])]
-    assert rewards[0] < 0.15 < 0.6 < rewards[-1]
+    assert rewards[0] < 0.15
+    assert rewards[-1] > 0.6
 
 
 @pytest.mark.heavy
