@@ -15,10 +15,13 @@ All lie under the prefix of one run, :attr:`Board.prefix`:
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from secrets import token_hex
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, though not marked as exported
+
+_log = logging.getLogger(__name__)
 
 RUN, ALIVE = "elastic-run", "elastic-alive"
 """The two keys outside of the prefix: the run's name, and the count of all agents' seconds."""
@@ -97,8 +100,12 @@ class Board:
             # A number without a word is one of an agent that is writing it, or was killed over it.
             if number not in self._read and self._store.check([f"word/{number}"]):
                 self._read.add(number)
-                said = json.loads(self._store.get(f"word/{number}"))
-                new.append(Word(said["member"], said["how"]))
+                text = self._store.get(f"word/{number}")
+                try:
+                    said = json.loads(text)
+                    new.append(Word(str(said["member"]), str(said["how"])))
+                except (ValueError, TypeError, KeyError):
+                    _log.warning("word/%d of the store is no word of this job (%.60r), and is left out", number, text)
         return new
 
     def new_views(self) -> list[View]:

@@ -70,7 +70,8 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
 
     host, port = settings.host or "127.0.0.1", settings.port
     is_first = settings.node == 0 and not (port and is_served(host, port))
-    started = start_store(port) if is_first else None  # it imports torch while this process does
+    alone = settings.nnodes == 1 and not settings.host
+    started = start_store(port, alone=alone) if is_first else None  # it imports torch while this process does
     import torch  # noqa: PLC0415  once the arguments are right
 
     from distaccum.elastic.agent.agent import Agent  # noqa: PLC0415  as torch
@@ -80,7 +81,7 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(-(-len(os.sched_getaffinity(0)) // settings.nproc)))
     try:
-        store, port = serve(host, port, started) if settings.node == 0 else (join(host, port), port)
+        store, port = serve(host, port, started, alone=alone) if settings.node == 0 else (join(host, port), port)
     except StoreError as error:
         _complain(str(error))
         return 1

@@ -18,13 +18,14 @@ _CONNECT_S = 30.0
 _STORE_S = 60.0
 
 
-def serve(host: str, port: int, started: subprocess.Popen[str] | None) -> tuple[TCPStore, int]:
+def serve(host: str, port: int, started: subprocess.Popen[str] | None, *, alone: bool = False) -> tuple[TCPStore, int]:
     """What node 0's agent does: joins the store at this address, or starts one where there is none.
 
     Args:
         host: this machine, as the others reach it.
         port: 0 for a free one.
         started: the store's process, where it was started already.
+        alone: no other node is to reach it.
 
     Returns:
         a client, and the port.
@@ -34,7 +35,7 @@ def serve(host: str, port: int, started: subprocess.Popen[str] | None) -> tuple[
     """
     while started is None:
         if not is_served(host, port):
-            started = start_store(port)
+            started = start_store(port, alone=alone)
         elif (store := _joined(host, port)) is not None:
             return store, port
         else:

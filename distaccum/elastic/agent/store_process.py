@@ -1,6 +1,7 @@
 """The store of an elastic job: a process of its own, which the end of an agent, by whatever signal, does not end.
 
-``python -m distaccum.elastic.agent.store_process PORT`` prints the port that it serves (a free one for 0). It leaves by
+``python -m distaccum.elastic.agent.store_process PORT`` prints the port that it serves (a free one for 0); with
+``alone`` on the loopback, where strangers on other machines cannot speak to it, as a store has no secret. It leaves by
 itself: when the job has ended and everybody has read so, or when nobody is there any more.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -67,13 +69,22 @@ def sockets() -> int:
     return found
 
 
+def _served(port: int, *, alone: bool) -> TCPStore:
+    """A store on every address of this machine, as torch's own listens; ``alone``: on its loopback only."""
+    if not alone:
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    listens = socket.create_server(("127.0.0.1", port), backlog=1024)
+    port = listens.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listens.detach())
+
+
 def main() -> None:
     """Serves until nobody needs it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     try:
-        store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-    except DistError as error:
+        store = _served(int(sys.argv[1]), alone="alone" in sys.argv)
+    except (DistError, OSError) as error:
         sys.exit(f"distaccum: {str(error).splitlines()[0]}")
     watch = Watch(store, monotonic())  # before anybody knows the port: only this process's own sockets are there
     sys.stdout.write(f"{store.port}\n")

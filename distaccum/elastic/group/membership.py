@@ -275,9 +275,13 @@ class Membership:
             return
         for number in range(1, self._store.add("word-numbers", 0) + 1):
             if number not in self._words_read and self._store.check([f"word/{number}"]):
-                word = json.loads(self._store.get(f"word/{number}"))
-                self._gone[str(word["member"])] = str(word["how"])
                 self._words_read.add(number)
+                said = self._store.get(f"word/{number}")
+                try:
+                    word = json.loads(said)
+                    self._gone[str(word["member"])] = str(word["how"])
+                except (ValueError, TypeError, KeyError):
+                    _log.warning("word/%d of the store is no word of this job (%.60r), and is left out", number, said)
         self._words = words
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from distaccum.elastic.agent import stall, store_process
 from distaccum.elastic.agent.board import Board, View, Word, has_ended
@@ -16,7 +17,9 @@ from distaccum.elastic.agent.respawns import MOST_SHORT, PAUSE_S, SHORT_S, Respa
 from distaccum.elastic.agent.settings import Settings
 from distaccum.elastic.agent.stall import StallGuard
 from distaccum.elastic.agent.store_process import ALONE_S, LINGER_S, SILENT_S, Watch
+from distaccum.elastic.agent.store_start import port_of, start_store
 from distaccum.elastic.agent.workers import how
+from distaccum.elastic.group.membership import Membership
 from distaccum.errors import ConfigError
 
 
@@ -248,3 +251,38 @@ def test_what_cannot_be_is_refused(words: str, said: str) -> None:
 def test_what_nproc_says_is_named_as_it_was_given() -> None:
     with pytest.raises(ConfigError, match=r"^NPROC=some: not a number of processes"):
         Settings.of([], {"NPROC": "some"})
+
+
+def test_a_word_that_is_none_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A stranger's, as a store has no secret."""
+    store = HashStore()
+    board = Board(store)
+    board.agree_shape(1, 2)
+    words = PrefixStore(board.prefix, store)
+    for junk in ("\x1b[2J", "[]", "{}", "4711", ""):
+        words.set(f"word/{words.add('word-numbers', 1)}", junk)
+        words.add("words", 1)
+    board.tell_gone("0.1.1", "was killed by SIGKILL")
+    assert [(word.member, word.how) for word in board.new_words()] == [("0.1.1", "was killed by SIGKILL")]
+    assert caplog.text.count("is no word of this job") == 5
+    membership = Membership(words, "0.0.1")
+    membership._read_words()
+    assert membership._gone == {"0.1.1": "was killed by SIGKILL"}
+
+
+def test_the_store_of_one_node_listens_on_the_loopback() -> None:
+    process = start_store(0, alone=True)
+    try:
+        port = port_of(process, 0)
+        assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).add("a", 1) == 1
+        listening = {line.split()[1] for line in _sockets() if f":{port:04X} 00000000" in line}
+        assert listening == {f"0100007F:{port:04X}"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _sockets() -> list[str]:
+    """The machine's, of both families: address and port in hexadecimal."""
+    files = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
+    return [line for file in files if file.exists() for line in file.read_text().splitlines() if " 0A " in line]
