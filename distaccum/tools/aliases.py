@@ -20,9 +20,18 @@ class Aliases:
 
     Args:
         model: not wrapped yet, on any device.
+
+    Raises:
+        ConfigError: elements of a buffer share memory, so that nothing can be written to it, as ranks and loads do.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        expanded = [name for name, buffer in model.named_buffers() if _is_expanded(buffer)]
+        if expanded:
+            problem = f"elements of its buffers {shorten(expanded)} share memory (expand())"
+            raise ConfigError(
+                "model", type(model).__name__, problem, "Register them as tensor.expand(...).contiguous()"
+            )
         by_storage = dict[int, list[tuple[str, nn.Parameter]]]()
         for name, parameter in model.named_parameters():
             by_storage.setdefault(_storage(parameter), []).append((clean(name), parameter))
@@ -77,6 +86,11 @@ def _place(tensor: Any) -> tuple[int, int] | None:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
     return None
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    return any(size > 1 and not stride for size, stride in pairs)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -274,6 +274,13 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
         {"engine": "zero1"},
         "shared by table and a",
     ),
+    "a buffer that is expanded": (
+        lambda: keeps(lambda w: nn.Buffer(w.new_ones(1).expand(3))),
+        False,
+        2,
+        {},
+        "(expand())",
+    ),
     "a list with a weight": (lambda: keeps(lambda w: [w]), False, 2, {"engine": "fsdp2"}, "shared by table[0] and a.w"),
     "a weight computed anew": (spectral, False, 2, {"engine": "zero1"}, ""),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
