@@ -39,11 +39,9 @@ class StepOutput:
         grad_norm: the 2-norm of the global gradient, unscaled and before clipping: 0-dim, on the device; where the
             step was skipped, NaN or infinite, or from :attr:`Engine.norm_bound` on.
         decision: ``[applied, loss_scale, grad_norm]``, on its way to the host.
-        names: of the parameters with a gradient on this rank.
+        names: of the parameters with a gradient.
         norms: the norm of each of these gradients, on the device, times :attr:`norms_scale`.
         norms_scale: the loss scale, and what else the gradients are still to be divided by.
-        norms_partial: whether the norms are of this rank's part of each gradient, and the whole one's square is the sum
-            of the ranks'.
         underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
             not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
@@ -58,7 +56,6 @@ class StepOutput:
     names: Sequence[str]
     norms: Tensor
     norms_scale: float | Tensor = 1.0
-    norms_partial: bool = False
     underflow: Tensor | None = None
     fault: str = ""
     given_up: str = ""

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, needs("deepspeed")]
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
-QUICK = ("reductions", "resume", "refusals", "ends", "older")
+QUICK = ("norms", "reductions", "resume", "refusals", "ends", "older")
 SLOW = ("variants", "offload", "accumulation", "given_up")
 
 
@@ -75,6 +75,11 @@ def test_gradients_add_up_in_fp32(found: Mapping[str, Any]) -> None:
 def test_a_window_that_is_given_up_leaves_nothing(found: Mapping[str, Any]) -> None:
     assert len(found["given_up"]) == 16
     assert all(found["given_up"].values()), found["given_up"]
+
+
+def test_every_rank_is_told_the_norm_of_each_whole_gradient(quick: Mapping[str, Any]) -> None:
+    assert len(quick["norms"]) == 4
+    assert max(quick["norms"].values()) <= 1e-6
 
 
 def test_one_reduction_a_window(quick: Mapping[str, Any]) -> None:

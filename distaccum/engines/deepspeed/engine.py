@@ -289,17 +289,18 @@ class DeepSpeedEngine(Engine):
             self._look_for_changes()
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / self._world.size
-        names, norms = self._norms()
-        square = norms.double().square().sum().reshape(1)
+        squares = self._norms().double().square()
+        square = squares.sum().reshape(1)
         trace = 0 if self._trace is None else self._trace.number
         settings = fingerprint(self._optimizers, world_size=self._world.size)
         numbers = [trace, trace**2, settings, settings**2]
-        found = torch.cat((square, from_host(numbers, square), self._news.double().flatten()))
+        found = torch.cat((square, from_host(numbers, square), self._news.double().flatten(), squares))
         if self._gradients.sharded:
             self._world.all_reduce_(found.unsqueeze(1))
         # Host read: DeepSpeed's own steps read the device as well.
         total, traced, traced_squares, *of_settings = (told := found.tolist())[:5]
-        faults, *used = told[5:]
+        faults, *used = told[5 : len(told) - len(squares)]
+        norms = found[len(told) - len(squares) :].sqrt().float()
         norm = (found[0].sqrt() / factor).float()
         if self._gradients.sharded and traced**2 != self._world.size * traced_squares:
             self._fault = self._fault or _DIFFERENT_MODULES
@@ -327,10 +328,9 @@ class DeepSpeedEngine(Engine):
         return StepOutput(
             grad_norm=norm,
             decision=decision,
-            names=names,
+            names=self._names,
             norms=norms,
             norms_scale=factor,
-            norms_partial=self._gradients.sharded,
         )
 
     def _refuse(self, *, faults: bool, used: Sequence[float]) -> None:
@@ -366,13 +366,11 @@ class DeepSpeedEngine(Engine):
             self._watch.note()
         yield from self._gradients.held()
 
-    def _norms(self) -> tuple[list[str], Tensor]:
-        """Of this rank's part of the gradient, by parameter."""
-        held = list(self._gradients.held())
-        if not held:
-            return [], torch.zeros(1, device=self.device)
-        norms = torch._foreach_norm([gradient for _, gradient in held], 2, torch.float32)
-        return [name for name, _ in held], torch.stack([norm.to(self.device) for norm in norms])
+    def _norms(self) -> Tensor:
+        """Of this rank's part of each parameter's gradient; 0 where it has none."""
+        held, zero = dict(self._gradients.held()), torch.zeros((), device=self.device)
+        norms = dict(zip(held, torch._foreach_norm([*held.values()], 2, torch.float32) if held else (), strict=True))
+        return torch.stack([norms.get(name, zero).to(self.device) for name in self._names])
 
     def zero_gradients(self) -> None:
         """Drops a window's gradient, also one that is not reduced yet; no collective but at stage 3.

@@ -119,15 +119,11 @@ class WindowRecorder(Part):
         sums, grad_norm, norms = numbers[: kinds * units], numbers[kinds * units], numbers[kinds * units + 1 :]
         # A rank whose shard is empty has one norm, 0, of no parameter.
         by_name = {} if step is None else dict(zip(step.names, norms, strict=False))
-        partial = step is not None and step.norms_partial
-        squares = [by_name.get(name, 0.0) ** 2 for name in self._names] if partial else []
         own = (held.ids, held.cut, held.contents, held.micro_batches)
-        total = self._world.all_reduce_host([*own, *sums, *squares])
+        total = self._world.all_reduce_host([*own, *sums])
         if self._lines is None:
             return
         ids, cut, contents, micro_batches, *rest = total
-        if partial:
-            by_name = {name: square**0.5 for name, square in zip(self._names, rest[len(sums) :], strict=True)}
         of_kinds = torch.tensor(rest[: len(sums)], dtype=torch.float64).view(kinds, units).sum(1).tolist()
         losses = {name: sum_ / (n or 1) for sum_, (name, n) in zip(of_kinds, outcome.counts.items(), strict=True)}
         self._lines.log(

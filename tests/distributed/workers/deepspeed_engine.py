@@ -204,7 +204,7 @@ def one_window(
 ) -> dict[str, float]:
     """What SGD takes from the weights in each of three windows, beside the fp64 gradient; also the norm told."""
     engine = wrap(world, stage, precision, lambda p: SGD(p, lr=LR, foreach=False), **zero)
-    worst, worst_norm = 0.0, 0.0
+    worst = worst_norm = worst_named = 0.0
     before = weights_of(engine)
     for number in range(3):
         engine.set_lr_factor(1.0 if number < 2 else 0.5)
@@ -217,8 +217,11 @@ def one_window(
             expected = [p.grad for p in model.parameters()]
             worst = max(worst, off(model, before, after, LR if number < 2 else LR / 2, expected))
             worst_norm = max(worst_norm, abs(float(result.grad_norm) / norm - 1))
+            told = dict(zip(result.names, (result.norms / result.norms_scale).tolist(), strict=True))
+            named = {name: float(p.grad.norm()) for name, p in model.named_parameters()}  # type: ignore[union-attr]
+            worst_named = max(worst_named, *(abs(told.get(name, 0.0) - one) / norm for name, one in named.items()))
             before = after
-    return {"gradient": worst, "norm": worst_norm}
+    return {"gradient": worst, "norm": worst_norm, "norms": worst_named}
 
 
 PARTS: dict[str, Callable[[World], Any]] = {}
@@ -367,6 +370,12 @@ class Reductions(TorchDispatchMode):
             gradients = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.shape[1:] != (1,)]
             self.count += any(t.numel() > 1 for t in gradients)  # a column of numbers is none of gradients
         return function(*args, **(kwargs or {}))
+
+
+@part
+def norms(world: World) -> Any:
+    """How far off the norm of any parameter's gradient is that rank 0 is told, by stage."""
+    return {stage: one_window(world, stage, "fp32", "full", alike=True)["norms"] for stage in STAGES}
 
 
 @part
