@@ -325,13 +325,7 @@ class DeepSpeedEngine(Engine):
         decision = HostCopy(torch.stack((on_device, scale, known)))
         if self._scaler:
             self._scaler.advance(torch.zeros_like(on_device) if spikes else 1.0 - on_device)
-        return StepOutput(
-            grad_norm=norm,
-            decision=decision,
-            names=self._names,
-            norms=norms,
-            norms_scale=factor,
-        )
+        return StepOutput(grad_norm=norm, decision=decision, names=self._names, norms=norms, norms_scale=factor)
 
     def _refuse(self, *, faults: bool, used: Sequence[float]) -> None:
         """Raises MisuseError for faults of any rank, and for parameters that no rank used and the step would move."""
