@@ -250,9 +250,10 @@ def loading_options(
     if not own.num_workers or (is_unsplit(source.train) and not num_workers):
         stated = {name: value for name, value in (options or {}).items() if value is not None}
         own = replace(own, num_workers=num_workers, **stated)
-    if own.num_workers and (length := len(os.fsencode(tempfile.gettempdir()))) > _LONGEST_TEMPORARY:
+    folder = tempfile.gettempdir() if own.num_workers else ""
+    if (length := len(os.fsencode(folder))) > _LONGEST_TEMPORARY:
         problem = f"has {length} bytes, and loading processes have sockets there: {_LONGEST_TEMPORARY} are the most"
-        raise ConfigError("TMPDIR", tempfile.gettempdir(), problem, "Name a shorter folder, or use num_workers=0")
+        raise ConfigError("TMPDIR", folder, problem, "Name a shorter folder, or use num_workers=0")
     return own
 
 

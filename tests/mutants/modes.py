@@ -276,11 +276,11 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "self._marks.fail(shape)",
             ),
             (
-                f"{REFUSED}two_windows_of_rising_retries_lower_the_mark",
+                f"{REFUSED}a_loss_that_is_no_sum_is_not_cut",
                 "a loss that is no sum is cut",
                 "accumulation/restart.py",
-                "if not why_whole(self._engine, plan, i, loss):",
-                "if True:",
+                "        if why:\n            same",
+                "        if False:\n            same",
             ),
             (
                 "tests/unit/verification/test_parts.py::test_what_may_not_be_cut_is_told",

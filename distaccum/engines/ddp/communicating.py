@@ -30,7 +30,8 @@ class Communicating:
         """Of the open micro-step, while these are watched."""
         self.micro_steps: int | None = None
         """Of this rank in the open window, where somebody has told."""
-        self._begun = 0  # micro-steps of the open window
+        self.begun = 0
+        """Micro-steps of the open window."""
         self._seen = False  # a micro-step was seen to
         self.synchronized = {
             clean(name): module
@@ -57,18 +58,18 @@ class Communicating:
         Raises:
             MisuseError: ranks have different numbers of micro-steps; on every rank.
         """
-        self.micro_steps, self._begun = micro_steps, 0
+        self.micro_steps, self.begun = micro_steps, 0
         if (self.synchronized or self._seen) and (what := self.what):
             self._compare(what)
 
     def window_ends(self) -> None:
         """Nothing is known of the next one."""
-        self.micro_steps, self._begun = None, 0
+        self.micro_steps, self.begun = None, 0
 
-    def micro_steps_left(self, *, sync: bool) -> int:
-        """After one that begins, of a window whose number was told; 0 without ``sync``, with which none should be."""
-        self._begun += 1
-        return max(0, (self.micro_steps or 0) - self._begun) if sync else 0
+    @property
+    def micro_steps_left(self) -> int:
+        """Of a window whose number was told."""
+        return max(0, (self.micro_steps or 0) - self.begun)
 
     def micro_step_begins(self, *, first: bool) -> None:
         """Watches a window's first one: a loop that communicates does so in each. Raises as :meth:`window_begins`."""

@@ -143,7 +143,8 @@ class DDPEngine(Engine):
             self._open_window()
         if self._reduced:
             raise MisuseError("a micro-step after the window's last, the one with sync: call engine.step() before")
-        if left := self._communicating.micro_steps_left(sync=sync):
+        self._communicating.begun += 1
+        if sync and (left := self._communicating.micro_steps_left):
             self._join_with_nan()
             problem = f"micro_step(sync=True) with {left} micro-steps of the window left"
             raise MisuseError(f"{problem}: give it to the last one; no rank steps")
