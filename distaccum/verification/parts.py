@@ -7,7 +7,9 @@ numbers are constants: what is left out at random would differ from one forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -124,6 +126,19 @@ class _Look:
         return total
 
 
+LOOKS = ContextVar("LOOKS", default=False)
+"""Whether forwards of the model are looks at some samples, on which nothing trains: an audit leaves them out."""
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    token = LOOKS.set(True)
+    try:
+        yield
+    finally:
+        LOOKS.reset(token)
+
+
 def gradient_of_parts(
     engine: Engine, loss: Any, apart: Sequence[Any], together: Any, weights: Mapping[str, Tensor] | None = None
 ) -> str:
@@ -137,7 +152,7 @@ def gradient_of_parts(
     """
     look = _Look(engine, loss)
     look.weights = look.weights if weights is None else dict(weights)
-    with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants:
+    with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants, _looking():
         (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
     sixteen = in_16_bits(engine) or look.constants.sixteen

@@ -172,7 +172,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------ micro-batches
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _is_a_look():
             return
         if not self._pending:
             self.training = {name: part.training for name, part in module.named_modules()}
@@ -184,7 +184,7 @@ class Watch:
         self._pending.append(MicroBatch(batch, source, reduces=reduces, key=key))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or not self._pending:
+        if not torch.is_grad_enabled() or not self._pending or _is_a_look():
             return
         micro = self._pending[-1]
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
@@ -330,6 +330,12 @@ class Watch:
 
     def _begin_window(self) -> None:
         self._pending, self._clips, self._backwards, self._loss_scale = [], [], 0, None
+
+
+def _is_a_look() -> bool:
+    """Whether a forward is a proof's own look at some samples, on which nothing trains."""
+    parts = sys.modules.get("distaccum.verification.parts")
+    return parts is not None and bool(parts.LOOKS.get())
 
 
 def _kept(gradient: Any, scale: Any) -> Tensor | None:
