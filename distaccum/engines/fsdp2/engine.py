@@ -473,9 +473,9 @@ class FSDP2Engine(Engine):
             MisuseError: a rank waits that cannot be released.
         """
         inputs = self._uneven_inputs
+        self._sharded.take_over_trains()  # what a forward that ends here has set on gathered weights
         if inputs.left:
             inputs.check_release()
-            self._sharded.take_over_trains()
             self._units.reduce(sync=self._sync)
             inputs.finish_micro_step(self.autocast)
             self._note_gradients()
