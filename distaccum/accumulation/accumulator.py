@@ -429,10 +429,10 @@ class Accumulator:
 
         Raises:
             ConfigError: with ``numerics=reproducible``, whose order of sums is a plan's.
-            MisuseError: in the middle of a window, or after :meth:`stop`.
+            MisuseError: in the middle of a window, after :meth:`stop`, or with one batch in place of a list.
             PeerError: another rank could not make its micro-batches.
         """
-        self._expect_no_window("window()")
+        self._expect_no_window("window()", tells=True)
         if self.stopping:
             refuse("window()", "after stop()", "end the loop once acc.stopping is true")
         self._arriving.take(micro_batches)

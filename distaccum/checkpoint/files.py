@@ -16,7 +16,7 @@ from secrets import token_hex
 from stat import S_ISREG
 from time import sleep
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import BinaryIO, TypeAlias, TypeVar
 
 from blake3 import blake3
 
@@ -99,7 +99,12 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes ``content`` to a temporary neighbour, syncs it and renames it over ``path``.
+    """Replaces a file, or makes one, as :func:`replace_file` does."""
+    replace_file(path, lambda file: file.write(content))
+
+
+def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Has a temporary neighbour filled, syncs it and renames it over ``path``: the old file is there, or the new one.
 
     Nobody can guess the neighbour's name, or have put a link there that leads elsewhere.
     """
@@ -108,7 +113,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary = path.with_name(f".{path.name}.{token_hex(8)}")
         try:
             with temporary.open("xb") as file:
-                file.write(content)
+                fill(file)
             sync(temporary)
             temporary.replace(path)
         except OSError:

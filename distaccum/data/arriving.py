@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from distaccum.config.checks import REPRODUCIBLE
 from distaccum.data.batch_size import BatchSize
@@ -12,7 +14,7 @@ from distaccum.data.loader import WindowLoader
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError, DataError
+from distaccum.errors import ConfigError, DataError, MisuseError
 
 _ANY = 2**31  # samples: a micro-batch is as large as it comes
 
@@ -44,7 +46,11 @@ class ArrivingWindows(WindowLoader):
 
         Raises:
             ConfigError: sums have a fixed order.
+            MisuseError: it is one batch, whose parts or samples would be taken for micro-batches.
         """
+        if isinstance(micro_batches, Tensor | Mapping | str):
+            what = f"window() with one {type(micro_batches).__name__}"
+            raise MisuseError(f"{what}, not with several micro-batches: give a list, as in acc.window([batch])")
         if self._planned:
             problem = "sums in the order of a plan, and acc.window() has none"
             raise ConfigError("numerics", REPRODUCIBLE, problem, "Use numerics=fast, or acc.windows(data)")

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from secrets import token_hex
+from typing import BinaryIO
 
-from distaccum.checkpoint.files import ABSENT, retried, sync, write_bytes
+from distaccum.checkpoint.files import ABSENT, replace_file, retried, write_bytes
 from distaccum.errors import shorten
 from distaccum.train.owner import OwnershipLostError, read_holder
 
@@ -247,23 +247,14 @@ def _write(path: Path, begins: int, end: bytes) -> None:
         write_bytes(path, end)
         return
 
-    def write() -> None:
-        temporary = path.with_name(f".{path.name}.{token_hex(8)}")
-        try:
-            shutil.copyfile(path, temporary)
-            with temporary.open("r+b") as file:
-                file.truncate(begins)
-                file.seek(begins)
-                file.write(end)
-            sync(temporary)
-            temporary.replace(path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        sync(path.parent)
+    def fill(file: BinaryIO) -> None:
+        with path.open("rb") as before:
+            shutil.copyfileobj(before, file)
+        file.truncate(begins)
+        file.seek(begins)
+        file.write(end)
 
-    retried(write, of=path)
+    replace_file(path, fill)
 
 
 def _place(line: bytes) -> tuple[float, int]:

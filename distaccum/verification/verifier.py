@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distaccum.data.hooks import WindowHook
 from distaccum.data.window import Window
+from distaccum.distributed.memory import is_out_of_memory, out_of_memory
 from distaccum.engines.base import Engine
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
@@ -151,12 +152,18 @@ class Verifier(WindowHook):
 
         Raises:
             VerificationError: it is not; on all ranks.
+            ResourceError: a forward that the check runs is out of memory.
         """
         if self.proof is not None and not self._loss_checked:
             from distaccum.verification.additivity import check_loss  # noqa: PLC0415  as above
 
             self._loss_checked = True
-            check_loss(self._engine, window, loss, self._count, parts="parts" not in self._allow)
+            try:
+                check_loss(self._engine, window, loss, self._count, parts="parts" not in self._allow)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise out_of_memory(error, self._engine.world) from error
 
     def before_step(self, divisor: float = 1.0) -> None:
         """Compares what the engine is about to step on; a collective where a proof is open.

@@ -115,19 +115,21 @@ def failing(world: World) -> str:
     return said
 
 
-def refused(world: World) -> str:
-    model = made()
+def refused(world: World) -> list[str]:
+    """What one batch in place of several is told, and what comes after a stop."""
+    model, said = made(), []
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), count=count, world=world)
-    acc.stop()
-    acc.window(rollout(1, world.rank, world.size))
-    acc.abandon()
-    try:
-        acc.window([])
-    except MisuseError as error:
-        return str(error)
-    finally:
-        acc.close()
-    return ""
+    for given in (rollout(1, 0, 1)[0], torch.ones(2, 3), []):
+        if isinstance(given, list):
+            acc.stop()
+            acc.window(rollout(1, world.rank, world.size))
+            acc.abandon()
+        try:
+            acc.window(given)
+        except MisuseError as error:
+            said.append(str(error))
+    acc.close()
+    return said
 
 
 if __name__ == "__main__":
@@ -138,4 +140,4 @@ if __name__ == "__main__":
         for engine in json.loads(Path(sys.argv[2]).read_text())
         for way, options in ways.items()
     ]
-    give({"trainings": trainings, "said": world.all_gather_object(failing(world)), "stopped": refused(world)}, world)
+    give({"trainings": trainings, "said": world.all_gather_object(failing(world)), "refused": refused(world)}, world)

@@ -54,7 +54,7 @@ class Full(SGD):
 
 
 def accumulator(
-    world: World, model: Line, *, samples: int = 2 * WINDOW, optimizer: type[SGD] = SGD
+    world: World, model: Line, *, samples: int = 2 * WINDOW, optimizer: type[SGD] = SGD, **options: Any
 ) -> tuple[Accumulator, DataSpec]:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 3, generator=generator), torch.randn(samples, generator=generator)
@@ -64,8 +64,8 @@ def accumulator(
         global_batch_size=WINDOW,
         micro_batch_size=MICRO,
         count=lambda batch: len(batch[1]),
-        verify="never",
         world=world,
+        **{"verify": "never", **options},
     )
     return acc, DataSpec(train=list(zip(x, y, strict=True)), eval_dataset=None, description="", shuffle=False)
 
@@ -216,6 +216,20 @@ def test_memory_that_is_over_in_nccl_is_told_as_such_and_begins_nothing_again(gl
         acc.step(next(acc.windows(data)), loss)
     assert model.forwards == 0
     assert not acc.engine.memory_marks.failed
+    acc.abandon()
+    acc.close()
+
+
+def test_memory_that_is_over_where_the_first_step_is_checked_is_told_in_words(gloo_world: World) -> None:
+    """On an engine whose forwards communicate: elsewhere the check ends, and the step begins."""
+    acc, data = accumulator(gloo_world, Line(), engine="fsdp2", verify="first")
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        del model, batch
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(ResourceError, match=r"CUDA out of memory\. Lower batch.micro_size"):
+        acc.step(next(acc.windows(data)), loss)
     acc.abandon()
     acc.close()
 
