@@ -106,6 +106,8 @@ UTILIZATION = "distaccum.tools.flops:build_utilization"
 """What tells TFLOP/s and MFU of a run's components, or None."""
 ENVIRONMENT = "distaccum.tools.environment:note_environment"
 """Adds this process to what the run ran on."""
+NOTE_START, CRASH_LOOP = (f"distaccum.tools.restarts:{name}" for name in ("note_start", "refuse_crash_loop"))
+"""Notes a start in a run directory; refuses one after three that a machine has started in a row and that failed."""
 TENSORBOARD = "distaccum.tools.tensorboard:TensorBoardLogger"
 """A logger that writes TensorBoard's event files."""
 MLFLOW = "distaccum.tools.mlflow:logger"

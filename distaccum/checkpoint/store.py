@@ -212,6 +212,8 @@ class CheckpointStore:
             found: dict[str, Any] | None = json.loads(retried(file.read_bytes, of=file))
             while found is not None and not (self.root / found["checkpoint"]).is_dir():
                 found = found.get("before")
+            if found is not None:
+                _expect_best(found)
         except ABSENT:
             return None
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
@@ -307,6 +309,12 @@ def _rename_to_remove(path: Path) -> Path:
     removed = path.with_name(f".removing-{path.name}")
     shutil.rmtree(removed, ignore_errors=True)
     return path.rename(removed)
+
+
+def _expect_best(found: Mapping[str, Any]) -> None:
+    """Raises KeyError or TypeError of a record without a metric and its value, which the next evaluation needs."""
+    if not (isinstance(found["metric"], str) and isinstance(found["value"], int | float)):
+        raise TypeError
 
 
 def _number(path: Path) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.engines.modules import clean, is_meta, shard_like, to_local
-from distaccum.engines.state import is_extra, kind_of, model_state, set_extra_state, to_bytes
+from distaccum.engines.state import from_bytes, is_extra, kind_of, model_state, set_extra_state, to_bytes
 from distaccum.errors import CheckpointError, ConfigError, near_misses, shorten
 
 # What holds all numbers of its kind, or a type that checkpoints have in its place.
@@ -145,6 +145,8 @@ def check(
         raise ConfigError("init.missing", list(missing), problem, "Use engine.meta_init=false")
     own = {name: tensor for name, tensor in own.items() if name not in absent}
     for name, tensor in own.items():
+        if is_extra(name) and name in given:
+            _check_extra(key, path, name, given[name])
         if not is_extra(name) and given.shape(name) != tuple(tensor.shape):
             problem = f"has {name} of shape {list(given.shape(name))}, and the model of {list(tensor.shape)}"
             raise ConfigError(key, path, problem, "Give the model the sizes that it was trained with")
@@ -161,6 +163,14 @@ def check(
                 problem = f"has two values, {stored[0]} and {name}, for what is one tensor in the model"
                 raise ConfigError(key, path, problem, "Untie them in the model, or use weights that were tied")
     return Differences(missing=tuple(absent), unexpected=tuple(unknown))
+
+
+def _check_extra(key: str, path: Path, name: str, value: Tensor) -> None:
+    try:
+        from_bytes(value)
+    except CheckpointError as error:
+        problem = f"has extra state of a module as {name}: {error}"
+        raise ConfigError(key, path, problem, "Use a checkpoint that you or distaccum have written") from error
 
 
 def _holds(dtype: torch.dtype, value: Tensor) -> bool:

@@ -66,10 +66,19 @@ def to_bytes(name: str, value: Any) -> Tensor:
 
 
 def from_bytes(value: Tensor) -> Any:
-    """What :func:`to_bytes` was given; a tensor that others have saved as it is."""
+    """What :func:`to_bytes` was given; a tensor that others have saved as it is.
+
+    Raises:
+        CheckpointError: reading it would execute code, or it is damaged.
+    """
     content = value.cpu()
-    plain = content.dtype is not torch.uint8 or content.ndim != 1 or bytes(content[:2].tolist()) != _ZIP
-    return value if plain else torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    if content.dtype is not torch.uint8 or content.ndim != 1 or bytes(content[:2].tolist()) != _ZIP:
+        return value
+    try:
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), type(error).__name__)
+        raise CheckpointError(f"it holds more than tensors and plain values ({reason}), and is not read") from error
 
 
 def set_extra_state(model: nn.Module, name: str, value: Tensor) -> None:

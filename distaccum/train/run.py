@@ -40,7 +40,19 @@ from distaccum.distributed.world import World
 from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
-from distaccum.program import DESCRIBE, ENVIRONMENT, MODULES, PROFILER, REPORT, REWIND, UTILIZATION, WINDOWS, load
+from distaccum.program import (
+    CRASH_LOOP,
+    DESCRIBE,
+    ENVIRONMENT,
+    MODULES,
+    NOTE_START,
+    PROFILER,
+    REPORT,
+    REWIND,
+    UTILIZATION,
+    WINDOWS,
+    load,
+)
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
@@ -59,7 +71,6 @@ from distaccum.train.parts.records import Records, SkipRecords
 from distaccum.train.parts.rollback import RollBack
 from distaccum.train.parts.time_limit import TimeLimit
 from distaccum.train.rank_exits import Peers
-from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.resume import find_checkpoint
 from distaccum.train.run_dir import RunDir, State, check_shared
 from distaccum.train.run_log import RunLog
@@ -220,7 +231,7 @@ def run(start: Start) -> RunResult:
 def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | None) -> str:
     """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
     own = components.config.resume == "auto"
-    note_start(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
+    load(NOTE_START)(run_dir.path)
     beginning = run_dir.beginning() if saved is None and own else ""
     run_dir.forget_failure()
     run_dir.begin()
@@ -275,7 +286,7 @@ def prepare(components: TrainingComponents, run_dir: RunDir, environment: Launch
     check_loggers(components.config.metrics)
     run_dir.make()
     refuse_if_held(run_dir.path)
-    refuse_crash_loop(run_dir.path, restarted=is_restart(), job=job_of_kubernetes())
+    load(CRASH_LOOP)(run_dir.path)
     saved = find_checkpoint(components, run_dir)
     if saved is not None and components.evaluates_alone and components.config.resume == "auto":
         problem = f"and trainer.max_steps=0 would end the run in {run_dir.path}, which has a checkpoint to go on from"

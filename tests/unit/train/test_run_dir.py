@@ -14,9 +14,9 @@ import pytest
 from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError, DataError, DistaccumError, SpikeError
 from distaccum.tools.record_file import rewind
+from distaccum.tools.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train import run_dir as run_dir_module
 from distaccum.train.failure import lines_of, reason_of
-from distaccum.train.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train.run_dir import RunDir, State, check_shared
 from tests.support.threads import run_ranks
 

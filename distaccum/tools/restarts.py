@@ -34,17 +34,18 @@ def job_of_kubernetes(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("JOB_ID", "") if "KUBERNETES_SERVICE_HOST" in environment else ""
 
 
-def note_start(folder: Path, *, restarted: bool, job: str = "") -> None:
+def note_start(folder: Path, *, restarted: bool | None = None, job: str | None = None) -> None:
     """Notes how the start before has ended, by ``status.json`` in the run directory ``folder``; rank 0 calls it.
 
     Args:
         folder: of the run.
-        restarted: whether a machine has started this process again.
-        job: of Kubernetes; where the start before was the same job's, a machine has, too.
+        restarted: whether a machine has started this process again; by default what the environment says.
+        job: of Kubernetes; where the start before was the same job's, a machine has, too. By default as above.
 
     Raises:
         ConfigError: three starts in a row have failed, and none got further than the one before.
     """
+    job = job_of_kubernetes() if job is None else job
     failures = _failures(folder, restarted, job)
     if failures or job:
         _write(folder, job, failures)
@@ -54,8 +55,9 @@ def note_start(folder: Path, *, restarted: bool, job: str = "") -> None:
         raise _refusal(failures)
 
 
-def refuse_crash_loop(folder: Path, *, restarted: bool, job: str = "") -> None:
+def refuse_crash_loop(folder: Path, *, restarted: bool | None = None, job: str | None = None) -> None:
     """As :func:`note_start`, but notes no start: for a check before any process runs."""
+    job = job_of_kubernetes() if job is None else job
     failures = _failures(folder, restarted, job)
     if _is_loop(failures):
         _write(folder, job, failures)  # the status of the last one may become that of the refusal
@@ -82,12 +84,13 @@ def _refusal(failures: list[dict[str, Any]]) -> ConfigError:
     return ConfigError("resume", None, problem, remedy)
 
 
-def _failures(folder: Path, restarted: bool, job: str) -> list[dict[str, Any]]:
+def _failures(folder: Path, restarted: bool | None, job: str) -> list[dict[str, Any]]:
     """Those of the starts before in a row, the last one's included; a run that saved and left begins a new row."""
     before: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         found = json.loads((folder / _NAME).read_bytes())
         before = found if isinstance(found, dict) else {}
+    restarted = is_restart() if restarted is None else restarted
     if not restarted and not (job and before.get("job") == job):
         return []
     failures: list[dict[str, Any]] = []
