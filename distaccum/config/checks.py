@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import fields
+from functools import cache
 from numbers import Real
 from operator import index
 from types import NoneType, UnionType
@@ -118,6 +119,7 @@ def require_type(key: str, value: object, hint: Any) -> None:
         raise ConfigError(key, value, f"not of type {_written(hint)}", as_yaml_has_it(value))
 
 
+_hints: Any = cache(get_type_hints)  # each look evaluates a class's annotations
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _SHORT_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmb]?)")
 
@@ -138,7 +140,7 @@ def require_annotated(group: str, settings: Any) -> None:
 
     ``group`` is empty at the top.
     """
-    hints = get_type_hints(type(settings))
+    hints = _hints(type(settings))
     for one in fields(settings):
         require_type(f"{group}.{one.name}" if group else one.name, getattr(settings, one.name), hints[one.name])
 

@@ -212,6 +212,8 @@ def open_world(
         torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
     timeout = timeout or GROUP_TIMEOUT  # read here, so that a program can set another one for all that it opens
     dist.init_process_group(backends, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
+    atexit.unregister(sleep)  # once a process
+    atexit.register(sleep, _SETTLE_S)
     alone = False
     try:
         yield World(rank=ranks.rank, size=ranks.size, device=device, store=store if ranks.size > 1 else None)
@@ -219,10 +221,8 @@ def open_world(
         alone = ranks.size > 1 and not isinstance(error, together)
         raise
     finally:
-        if dist.is_initialized():  # the user may have closed it
-            sleep(_SETTLE_S)
-            if not alone:
-                dist.destroy_process_group()
+        if dist.is_initialized() and not alone:  # the user may have closed it
+            dist.destroy_process_group()
 
 
 def _close_at_exit(opened: ExitStack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -180,8 +181,7 @@ def _first(error: Exception) -> str:
 
 def _import_transformers() -> ModuleType:
     try:
-        import transformers  # noqa: PLC0415  an optional extra
+        return import_module("transformers")
     except ImportError as error:
         remedy = "Run python -m pip install 'distaccum[hf]'"
         raise ConfigError("model", "pretrained", "transformers is not installed", remedy) from error
-    return transformers

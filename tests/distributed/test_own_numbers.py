@@ -23,13 +23,9 @@ def _right(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return model(torch.stack([x for x, _ in rows]).double()).argmax(1), torch.stack([y for _, y in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "numerics"),
-    [
-        pytest.param(1, "fast", marks=pytest.mark.heavy),
-        (2, "fast"),
-        pytest.param(2, "reproducible", marks=pytest.mark.slow),
-    ],
+    ("world", "numerics"), [pytest.param(1, "fast", marks=pytest.mark.heavy), (2, "fast"), (2, "reproducible")]
 )
 def test_own_numbers_are_those_of_the_whole_window(world: int, numerics: str, tmp_path: Path) -> None:
     imports = ["torchmetrics.classification"]

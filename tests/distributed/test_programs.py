@@ -13,7 +13,8 @@ from tests.support.commands import ROOT, run
 from tests.support.programs import ENGINES, LATE, OPEN, PROGRAMS, REFUSED, table
 
 WORKER = ROOT / "tests" / "distributed" / "workers" / "programs.py"
-# Each program on one engine, each engine with a quarter of them; the rest is heavy. The default run has those of ddp.
+# Each program on one engine, each engine with a quarter of them; the rest is heavy. The default run has those of
+# ddp, but for compiled ones.
 COVERING = set(zip(PROGRAMS, cycle(ENGINES), strict=False))
 COVERING ^= {("GAN, two accumulators", engine) for engine in ("fsdp2", "ddp")}  # test_fsdp2_programs has that of fsdp2
 
@@ -21,7 +22,7 @@ COVERING ^= {("GAN, two accumulators", engine) for engine in ("fsdp2", "ddp")}  
 def _marks(name: str, engine: str) -> tuple[pytest.MarkDecorator, ...]:
     if (name, engine) not in COVERING:
         return (pytest.mark.heavy,)
-    return () if engine == "ddp" else (pytest.mark.slow,)
+    return () if engine == "ddp" and not name.startswith("compile") else (pytest.mark.slow,)
 
 
 CELLS = [pytest.param(name, engine, marks=_marks(name, engine)) for name in PROGRAMS for engine in ENGINES]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import replay
 from tests.support.commands import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.heavy
 
 RUN = "ddp-1"
 
@@ -31,7 +31,6 @@ def changed(records: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(records[1], tmp_path / "changed"))
 
 
-@pytest.mark.heavy
 def test_the_same_code_leaves_the_same_record(records: tuple[Path, Path]) -> None:
     assert replay.compare(*records) == []
     assert len(replay.contents(records[0] / RUN)["metrics"]) == 8

@@ -44,6 +44,7 @@ def _expect_same(given: Sequence[Cell], worlds: Sequence[int], folder: Path) -> 
     return found
 
 
+@pytest.mark.slow
 def test_a_few_cells_are_the_same_on_1_and_3_ranks(tmp_path: Path) -> None:
     _expect_same(FEW, (1, 3), tmp_path)
 

@@ -167,6 +167,7 @@ def test_no_example_is_accused(tmp_path: Path, world: int) -> None:
         assert "verified" not in done.stdout + done.stderr, command  # nothing but warnings is shown
 
 
+@pytest.mark.slow
 def test_ranks_refuse_a_mean_alike_and_accuse_no_right_program() -> None:
     succeed(world=2, script=Path(__file__).parent / "workers" / "means.py", PYTHONPATH=str(ROOT))
 

@@ -198,7 +198,7 @@ def test_names_of_classes_come_from_whoever_has_them() -> None:
         ("bert", "train.csv", "single_label"),
         pytest.param(("llama", "train.csv", "single_label", "model.lora.r=2"), marks=pytest.mark.heavy),
         ("bert", "several.csv", "multi_label", "callbacks=ema", "callbacks.ema.evaluate=true"),
-        ("bert", "numbers.csv", "regression"),
+        pytest.param(("bert", "numbers.csv", "regression"), marks=pytest.mark.heavy),
     ],
 )
 def test_a_pipeline_says_what_predict_says(folder: Path, tmp_path: Path, case: tuple[str, ...]) -> None:

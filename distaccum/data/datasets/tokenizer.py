@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -84,8 +85,7 @@ def padding_id(tokenizer: Any) -> int:
 
 def _import_transformers() -> ModuleType:
     try:
-        import transformers  # noqa: PLC0415  an optional extra
+        return import_module("transformers")
     except ImportError as error:
         remedy = f"Run {install_command('hf')}"
         raise ConfigError("data.tokenizer", None, "transformers is not installed", remedy) from error
-    return transformers

@@ -98,7 +98,7 @@ def test_half_a_launcher_is_wrong_and_the_rest_is_shown(
     assert _main(monkeypatch, "--only", "job") == 1
     text = capsys.readouterr().out
     assert "LOCAL_RANK: not set, while RANK, WORLD_SIZE are" in text
-    assert "RANK=0, WORLD_SIZE=2" in text
+    assert "RANK=0, WORLD_SIZE=2" in text, text
 
 
 @pytest.mark.parametrize(

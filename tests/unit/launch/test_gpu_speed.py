@@ -255,7 +255,7 @@ def test_loops_are_timed_in_turn_and_no_longer_than_stated() -> None:
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        pytest.param(part, name, marks=() if name == "boundary" or name.endswith("none") else pytest.mark.heavy)
+        pytest.param(part, name, marks=() if name == "boundary" else pytest.mark.heavy)
         for part in (speed, size)
         for name in part.MEASUREMENTS
         if not name.startswith("memory")
