@@ -131,6 +131,8 @@ class OpenWindow:
             if self.phase is not Phase.OPEN:
                 self._expect_or_tell(Phase.OPEN, "the next micro-batch", "run each one in `with acc.accumulate():`")
             self._current, self.phase = MicroBatch(batch, next(waiting).counts), Phase.GIVEN
+            if self.proof is not None:
+                self.proof.records.relations.gives()
             yield self._current
         if not self.plain.micro_batches:
             await_reduction(self._engine)

@@ -21,6 +21,7 @@ from distaccum.tools.gather import expect_none_of_torch
 from distaccum.verification.expected import CLOSING
 
 _PAIR, _MOST, _SCALE = 2, 256, 256.0  # the nodes that are looked at; the least that a loss scaler multiplies by
+_MANY = 3  # digits: no factor that people write
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 _KEEPS = r"(ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze|NanToNum|Mean|Sum)Backward\d"  # the value of one element
 _JOINS = r"(Stack|Cat|Index\w+|Scatter\w*|Segment\w*|Cumsum)Backward\d|.*Backward"  # rows, or nobody knows what
@@ -235,7 +236,8 @@ def _forgotten(terms: Sequence[_Term], count: float, *, changing: bool = False) 
     """A mean over what was counted, which nothing multiplies by the count."""
     each = len(terms) > 1 and sum(term.mean for term in terms) >= count  # a mean for each sample
     mixed = all(term.mean for term in terms) and _close(sum(term.factor for term in terms), 1.0)  # as of two labels
-    means = [term for term in terms if _is_mean(term, count, changing or mixed)]
+    sums = any(term.kind and not term.mean and term.of_samples for term in terms)
+    means = [term for term in terms if _is_mean(term, count, changing or mixed, beside=sums and term.mean)]
     if not means or count < _PAIR:  # of one sample, or once a micro-batch
         return ""
     heads = len(terms) > 1 and not len(terms) % count and not any(term.mean for term in means)  # a mean of sums
@@ -251,13 +253,14 @@ def _forgotten(terms: Sequence[_Term], count: float, *, changing: bool = False) 
     )
 
 
-def _is_mean(term: _Term, count: float, changing: bool) -> bool:
+def _is_mean(term: _Term, count: float, changing: bool, *, beside: bool) -> bool:
     """Whether nothing multiplies a mean over samples, or over labels, by their count, nor by a share or multiple of it.
 
     Args:
         term: of a loss.
         count: of its micro-batch.
         changing: whether another micro-batch has another count, and the same factors; or these are shares of 1.
+        beside: whether it is a mean beside a sum.
     """
     factor = abs(term.factor)
     if term.mean:
@@ -268,13 +271,16 @@ def _is_mean(term: _Term, count: float, changing: bool) -> bool:
         known = (term.items == count or samples) and term.of_samples and count > _PAIR and count in term.divisors
         factor *= count
     multiplied = any(_close(by, count) for by in term.multipliers)
-    weighed = factor < 1 and (changing or (_is_short(factor) and not _is_short(factor / count)))
+    digits, of_sum = _digits(factor), _digits(factor / count)
+    weighed = factor < 1 and (changing or digits < of_sum == _MANY)
+    if beside:  # where both may be written, that of a mean is likelier: a sum is written as one
+        weighed = weighed or digits < of_sum or (factor < 1 and digits == of_sum == 1 and f"{factor:e}"[0] in "125")
     return known and not multiplied and (weighed or _close(factor, 1.0))
 
 
-def _is_short(number: float) -> bool:
-    """Whether a number has two digits at most, as people write the weight of a loss."""
-    return _close(float(f"{number:.2g}"), number)
+def _digits(number: float) -> int:
+    """How many a number has: people write the weight of a loss with one or two, and not that times a count."""
+    return next((digits for digits in (1, 2) if _close(float(f"{number:.{digits}g}"), number)), _MANY)
 
 
 def _factored(terms: Sequence[_Term], count: float, parts: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +49,35 @@ class PlainState:
                 now = attributes.get(key)
                 if not _same(now, copies.get(id(value), value)) and not isinstance(value, nn.Module):
                     yield key
+
+    def moved(self) -> set[tuple[int, str]]:
+        """Which attributes are no longer what they were, new ones too: a number for who holds them, and the name."""
+        found = set[tuple[int, str]]()
+        for attributes, own, contents in self._kept:
+            copies = {id(value): copy for value, copy in contents}
+            for key in [key for key in attributes if _is_own(key)]:
+                now, before = attributes[key], own.get(key)
+                if not isinstance(now, nn.Module) and not (key in own and _same(now, copies.get(id(before), before))):
+                    found.add((id(attributes), key))
+        return found
+
+    def kept(self, moved: Container[tuple[int, str]]) -> Iterator[tuple[str, object]]:
+        """Names and copies of some, with what each held."""
+        for attributes, own, contents in self._kept:
+            copies = {id(value): copy for value, copy in contents}
+            yield from ((key, copies.get(id(own[key]), own[key])) for key in own if (id(attributes), key) in moved)
+
+    def restore_some(self, moved: Container[tuple[int, str]]) -> None:
+        """Sets those of :meth:`moved` to what they were, and leaves all others."""
+        for attributes, own, contents in self._kept:
+            copies = {id(value): (value, copy) for value, copy in contents}
+            for key in [key for key in attributes if (id(attributes), key) in moved]:
+                if key not in own:
+                    del attributes[key]
+                    continue
+                if id(own[key]) in copies:
+                    _put_back(*copies[id(own[key])])
+                attributes[key] = own[key]
 
     def restore(self) -> None:
         """Sets them to what they were; an attribute that is new, and plain, goes."""

@@ -11,15 +11,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isclose
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distaccum.data.window import Window
+from distaccum.data.window import MicroBatch, Window
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
 from distaccum.errors import VerificationError, shorten
-from distaccum.losses.normalize import SINGLE, Count, as_counts
+from distaccum.losses.normalize import SINGLE, Count, LossSum, as_counts
+from distaccum.tools.carried import Carried
+from distaccum.tools.compared import Compared
+from distaccum.tools.function_state import FunctionState
+from distaccum.tools.label_weights import LabelWeights
+from distaccum.tools.others_at_rest import OthersAtRest
 from distaccum.tools.samples_apart import SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
@@ -30,10 +36,16 @@ from distaccum.verification.parts import gradients_differ
 _log = logging.getLogger(__name__)
 _LARGER = (1.0, 1e3)  # of a gradient, at which a hook has to be linear: one that clamps now and then is not
 _LINEAR, _LINEAR_16 = 1e-4, 3e-2
+_CALLS, _MOST_CALLS = 8, 64  # of a hook, with one gradient
+_Hook = Callable[[Tensor], Tensor | None]
 _SAMPLES = 64  # whose counts are looked at
 _NOISE = 2e-7  # of the whole gradient: fp16 flushes small numbers to zero, and nothing else is rounded
 _FACTOR, _FACTOR_SCALED = 4.0, 0.25  # powers of two, which round nothing; fp16 overflows where a loss scale grows
 _SAME = 1e-4  # of a loss
+_MOVE_ONCE = (
+    "so that the gradient depends on the number of micro-batches. Where that is a teacher, a queue or a temperature, "
+    "move it once a step, after it"
+)
 
 
 class Relations:
@@ -41,17 +53,58 @@ class Relations:
 
     Args:
         engine: runs the window.
-        micro_batches: of this rank.
+        window: has not begun.
     """
 
-    def __init__(self, engine: Engine, micro_batches: int) -> None:
+    def __init__(self, engine: Engine, window: Window) -> None:
         self._engine, self._world = engine, engine.world
+        self._micro_batches = micro_batches = len(window.micro_batches)
         self.allow: Sequence[str] = ()
         """Those that a program breaks on purpose, of ``config.checks.RELATIONS``."""
         self._several = micro_batches > 1 or engine.world.size > 1
-        self.weights, self.samples, self.apart = WeightsAtRest(engine), SamplesRun(engine), SamplesApart(engine)
+        self._weights, self._samples, self._apart = WeightsAtRest(engine), SamplesRun(engine), SamplesApart(engine)
+        self._carried, self._others = Carried(engine, micro_batches), OthersAtRest(engine, micro_batches)
+        self._compared, self._labels = Compared(engine, next(map(len, window.ids()), 1)), LabelWeights()
+        self._counts: Mapping[str, float] = {}  # of the micro-batch that runs, where they are known
         self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
         self._size = ""  # how a backward depends on the size of its gradient
+
+    # --- what is noted as the window runs
+
+    def gives(self) -> None:
+        """Called before a loop of the user's is given a micro-batch."""
+        self._carried.gives()
+
+    def before_forward(self, given: MicroBatch | None, *, alone: bool) -> None:
+        """Called before each forward.
+
+        Args:
+            given: the micro-batch, where a loop of the user's runs it.
+            alone: whether the forward's loss is not at hand.
+        """
+        if given is not None:
+            self._samples.begins(given.batch)
+        self._weights.before_forward()
+        if alone or self._engine.facts.forward_communicates:  # else the check of the loss has looked
+            self._apart.before_forward()
+        if given is not None and alone:
+            self._carried.before_forward()
+            self._others.before_forward()
+            self._compared.before_forward(given.batch)
+            self._counts = given.counts
+
+    def after_forward(self, losses: LossSum, counts: Any) -> None:
+        """Called after its loss, before the backward."""
+        for one in (self._weights, self._samples, self._apart, self._others):
+            one.after_forward()
+        self._carried.after_forward(losses)
+        self._compared.after_forward(losses, self._counts or counts)
+        self._labels.note(losses)
+
+    def forget(self) -> None:
+        """Frees what was noted, and leaves the model alone."""
+        for one in (self._weights, self._samples, self._apart, self._carried, self._others, self._compared):
+            one.forget()
 
     # --- counts add up
 
@@ -80,21 +133,38 @@ class Relations:
         if not abs(there - alone) <= _SAME * max(abs(there), abs(alone)):
             self._moved = (
                 f"a micro-batch has the loss {there:.6g} after others, and {alone:.6g} before them: it depends on what "
-                f"their forwards leave in {shorten(names, NAMED)}, so that the gradient depends on the number of "
-                "micro-batches. Where that is a teacher, a queue or a temperature, move it once a step, after it"
+                f"their forwards leave in {shorten(names, NAMED)}, {_MOVE_ONCE}"
             )
+
+    def _carried_in_words(self, *, fits: bool) -> str:
+        """Of a loop, whose loss nobody can compute; a collective."""
+        names = "" if "state" in self.allow else self._of_all(self._carried.problem(fits=fits))
+        return names and f"a micro-batch depends on what those before it leave in {names}, {_MOVE_ONCE}"
 
     # --- hooks of parameters are linear
 
     def _hooks_in_words(self, held: Mapping[str, Tensor], unit: float) -> str:
         """Of hooks that see each micro-batch's gradient, and are no linear function of it; a collective."""
-        found: list[str] = []
+        found, counting = list[str](), list[str]()
         sees_parts = self._several or self._engine.loss_scale is not None
         for name, parameter in trained(self._engine.unwrapped_model).items() if sees_parts else ():
             hooks = self._engine.probe.gradient_hooks(parameter)
-            if hooks and name in held and not self._is_linear(hooks, parameter, held[name], unit):
+            if not hooks or name not in held:
+                continue
+            state = FunctionState(hooks)
+            trial = _Trial(self._engine, hooks, parameter, held[name], unit)
+            if not trial.repeats(min(_MOST_CALLS, max(_CALLS, 2 * self._micro_batches))):
+                counting.append(name)
+            elif not trial.is_linear():
                 found.append(name)
-        names = self._world.all_gather_names(found)
+            state.restore()
+        counts, names = self._world.all_gather_names(counting), self._world.all_gather_names(found)
+        if counts:
+            return (
+                f"what register_hook was given for {shorten(counts, NAMED)} gives the same gradient otherwise at "
+                "another call: it is called once for each micro-batch, whose number then changes the step. Change the "
+                "step's gradient in optimizer.register_step_pre_hook"
+            )
         if not names:
             return ""
         return (
@@ -102,32 +172,6 @@ class Relations:
             "each micro-batch's, and their sum is stepped. Clip by clip_value or clip_norm, decay by weight_decay, add "
             "a penalty to the loss, or change the step's gradient in optimizer.register_step_pre_hook"
         )
-
-    def _is_linear(
-        self, hooks: Sequence[Callable[[Tensor], Tensor | None]], parameter: nn.Parameter, held: Tensor, unit: float
-    ) -> bool:
-        elements, own = whole_numel(parameter), wide(to_local(held))
-        size = float(own.square().mean().sqrt()) / unit if own.numel() else 0.0
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if not size or not elements:
-            return True
-        draws = torch.Generator().manual_seed(0)
-        dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
-        tolerance = _LINEAR_16 if dtype.itemsize < 4 else _LINEAR  # noqa: PLR2004  bytes of fp32
-
-        def apply(gradient: Tensor) -> Tensor:
-            given = gradient.to(device=self._engine.device, dtype=dtype, copy=True)  # a hook may change it in place
-            for hook in hooks:
-                given = given if (changed := hook(given)) is None else changed
-            return given.detach().double()
-
-        for larger in _LARGER:
-            a, b = (torch.randn(shape, generator=draws) * size * larger for _ in range(2))
-            with torch.no_grad():
-                apart, together = apply(a) + apply(b), apply(a + b)
-            if not float((apart - together).norm()) <= tolerance * float(apart.norm()) + 1e-30:
-                return False
-        return True
 
     # --- a backward does not look at the size of its gradient
 
@@ -154,7 +198,7 @@ class Relations:
 
     def _parts_in_words(self, *, fits: bool) -> str:
         """A collective."""
-        found = "" if "parts" in self.allow else self.apart.problem(fits=fits)
+        found = "" if "parts" in self.allow else self._apart.problem(fits=fits)
         others = self._world.all_gather_names([found] if found else [])
         if not others:
             return ""
@@ -175,19 +219,25 @@ class Relations:
         Raises:
             VerificationError: a relation does not hold; on all ranks.
         """
-        others = self._world.all_gather_names([self.samples.problem] if self.samples.problem else [])
-        self._refuse("samples", others[0] if others else "")
-        self._refuse("weights", self.weights.in_words(several=self._several))
+        self._refuse("samples", self._of_all(self._samples.problem))
+        self._refuse("weights", self._weights.in_words(several=self._several))
+        others, written = self._others.in_words()
+        (self._refuse if written else self._tell)("weights", others)
         self._refuse("hooks", self._hooks_in_words(held, unit))
-        size, moved = self._size_in_words(), self._world.all_gather_names([self._moved] if self._moved else [])
+        size, moved = self._size_in_words(), self._of_all(self._moved)
         if size and self._engine.loss_scale is not None:
             self._refuse("size", f"{size}, and fp16's loss scale changes what it does. Use precision=bf16")
         elif size:
             where = "exact where it treats each sample by itself, and depends on the micro-batch size elsewhere"
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
-        if moved:
-            self._tell("state", moved[0])
+        self._tell("state", moved or self._carried_in_words(fits=fits))
+        self._tell("parts", self._compared.in_words(self._micro_batches))
+        self._refuse("parts", self._labels.in_words(self._world))
         self._refuse("parts", self._parts_in_words(fits=fits))
+
+    def _of_all(self, problem: str) -> str:
+        """The first of all ranks' problems; a collective."""
+        return next(iter(self._world.all_gather_names([problem] if problem else [])), "")
 
     def _refuse(self, relation: str, problem: str) -> None:
         """Ends the window, unless that is allowed; every rank gives the same."""
@@ -195,8 +245,57 @@ class Relations:
             raise VerificationError(f"{problem}. No step was made. {closing(relation)}")
 
     def _tell(self, relation: str, problem: str) -> None:
-        if self._world.is_main and relation not in self.allow:
+        if problem and self._world.is_main and relation not in self.allow:
             _log.warning("%s", problem)
+
+
+class _Trial:
+    """Calls a parameter's hooks with random numbers as large as its gradient.
+
+    Args:
+        engine: of the parameter.
+        hooks: in their order.
+        parameter: what they were registered for.
+        held: its gradient, or this rank's piece of it.
+        unit: what that is multiplied by.
+    """
+
+    def __init__(
+        self, engine: Engine, hooks: Sequence[_Hook], parameter: nn.Parameter, held: Tensor, unit: float
+    ) -> None:
+        own = wide(to_local(held))
+        self._device, self._hooks, self._draws = engine.device, hooks, torch.Generator().manual_seed(0)
+        self._size = float(own.square().mean().sqrt()) / unit if own.numel() and whole_numel(parameter) else 0.0
+        self._shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        self._dtype = parameter.dtype if parameter.dtype.is_floating_point else torch.float32
+        self._within = _LINEAR_16 if self._dtype.itemsize < 4 else _LINEAR  # noqa: PLR2004  bytes of fp32
+
+    def repeats(self, calls: int) -> bool:
+        """Whether they give the same for the same gradient, so many times."""
+        gradient = self._drawn(_LARGER[-1])
+        first = self._apply(gradient)
+        return all(self._alike(self._apply(gradient), first) for _ in range(calls if self._size else 0))
+
+    def is_linear(self) -> bool:
+        """Whether they give for a sum what they give for its parts."""
+        for larger in _LARGER if self._size else ():
+            a, b = self._drawn(larger), self._drawn(larger)
+            if not self._alike(self._apply(a) + self._apply(b), self._apply(a + b)):
+                return False
+        return True
+
+    def _drawn(self, larger: float) -> Tensor:
+        return torch.randn(self._shape, generator=self._draws) * self._size * larger
+
+    @torch.no_grad()
+    def _apply(self, gradient: Tensor) -> Tensor:
+        given = gradient.to(device=self._device, dtype=self._dtype, copy=True)  # a hook may change it in place
+        for hook in self._hooks:
+            given = given if (changed := hook(given)) is None else changed
+        return given.detach().double()
+
+    def _alike(self, one: Tensor, other: Tensor) -> bool:
+        return float((one - other).norm()) <= self._within * float(one.norm()) + 1e-30
 
 
 def _counts_in_words(window: Window, count: Count) -> str:

@@ -44,7 +44,7 @@ class SamplesRun:
             if any(address(one()) in addresses for one in tensors):
                 self._called.add(number)
 
-    def ends(self) -> None:
+    def after_forward(self) -> None:
         """Called after its loss."""
         if self._hook is None:
             return

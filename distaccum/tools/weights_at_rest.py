@@ -76,7 +76,7 @@ class WeightsAtRest:
     def _noted(self, prefix: str, module: nn.Module) -> Iterator[_Noted]:
         for name, parameter in module.named_parameters():
             if not is_sharded(parameter):
-                values = [] if self._looked else _values(parameter)
+                values = [] if self._looked else values_of(parameter)
                 yield _Noted(prefix + name, parameter, parameter._version, parameter.data_ptr(), values)
 
     def _changed(self, before: Sequence[_Noted]) -> Iterator[str]:
@@ -84,7 +84,7 @@ class WeightsAtRest:
         for noted in before:
             now = noted.parameter
             moved = now._version != noted.version or (now.data_ptr() != noted.address and not gathers)
-            if moved or (noted.values and (_values(now) or noted.values) != noted.values):
+            if moved or (noted.values and (values_of(now) or noted.values) != noted.values):
                 yield noted.name
 
     def in_words(self, *, several: bool) -> str:
@@ -113,7 +113,7 @@ class WeightsAtRest:
             )
         if world.size == 1:
             return ""
-        own = {name: _values(parameters[name]) for name in names}
+        own = {name: values_of(parameters[name]) for name in names}
         everyone = world.all_gather_object(own)
         differ = world.all_gather_names([n for n in names if any(each[n] != own[n] for each in everyone)])
         if not differ:
@@ -124,7 +124,7 @@ class WeightsAtRest:
         )
 
 
-def _values(parameter: Tensor) -> list[float]:
+def values_of(parameter: Tensor) -> list[float]:
     """Two numbers that tell a tensor's values from others; none of what is not here. Reads the device."""
     if not parameter.numel():
         return []

@@ -46,7 +46,7 @@ class RecordedWindow:
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
-        self.relations = load(RELATIONS)(engine, len(window.micro_batches))
+        self.relations = load(RELATIONS)(engine, window)
         """What holds while it runs, whatever it computes."""
         self._engine = engine
 
@@ -96,11 +96,7 @@ class RecordedWindow:
         Args:
             given: the micro-batch, where a loop of the user's runs it.
         """
-        if given is not None:
-            self.relations.samples.begins(given.batch)
-        self.relations.weights.before_forward()
-        if self.loss is None or self._engine.facts.forward_communicates:  # else the check of the loss has looked
-            self.relations.apart.before_forward()
+        self.relations.before_forward(given, alone=self.loss is None)
         self.states.append(RNGState.capture(self._engine.device))
 
     def draw_again(self, i: int) -> None:
@@ -111,9 +107,7 @@ class RecordedWindow:
 
     def note(self, total: LossSum, counts: Any = None) -> None:
         """Notes a micro-batch's losses, and its counts where the window does not know them; its forward has ended."""
-        self.relations.weights.after_forward()
-        self.relations.samples.ends()
-        self.relations.apart.after_forward()
+        self.relations.after_forward(total, counts)
         if not isinstance(self.loss, InOrder):
             self.means.note(total, counts)
         self.totals.append({name: part.detach() for name, part in as_loss_sums(total).items()})
@@ -135,7 +129,5 @@ class RecordedWindow:
 
     def forget(self) -> None:
         """Frees what was recorded."""
-        self.relations.weights.forget()
-        self.relations.samples.forget()
-        self.relations.apart.forget()
+        self.relations.forget()
         self.states, self.batches, self.loss, self.buffers = [], [], None, None

@@ -119,6 +119,10 @@ RIGHT: dict[str, Program] = {
         f.ce(reduction="sum") + 0.1 * f.logits.mean() * f.tokens,
         f.tokens,
     ),
+    "an auxiliary mean, times the count by hand": lambda f: (
+        f.ce1(reduction="sum") + (0.05 * f.samples) * f.first.mean(),
+        f.samples,
+    ),
     "two means": lambda f: ((f.ce1() + f.mse()) / 2, f.samples, "mean"),
     "mixed labels": lambda f: ((0.3 * f.ce1() + 0.7 * f.ce1(label_smoothing=0.1)) * f.samples, f.samples),
     "a likelihood": lambda f: (-(f.soft * f.first.log_softmax(1)).sum(1).mean(), f.samples, "mean"),
@@ -176,6 +180,7 @@ WRONG: dict[str, tuple[Program, str]] = {
     "divided, by the window's": (lambda f: (f.ce1(reduction="sum") / 24, f.samples), "is divided by 24, as many as"),
     "forgotten, beside a sum": (lambda f: (f.ce1(reduction="sum") + f.mse(), f.samples), _TWICE),
     "forgotten, an auxiliary": (lambda f: (f.ce1(reduction="sum") + 0.1 * f.first.pow(2).mean(), f.samples), _TWICE),
+    "forgotten, a long auxiliary": (lambda f: (f.ce1(reduction="sum") + 2 * f.first.pow(2).mean(), f.samples), _TWICE),
     "divided": (lambda f: (f.ce() / 4, f.tokens, "mean"), _DIVIDED),
     "divided, a sum": (lambda f: (f.ce(reduction="sum") / 4.0, f.tokens), _DIVIDED),
     "divided, two": (lambda f: ((f.ce1() + 0.1 * f.mse()) / 4, f.samples, "mean"), _DIVIDED),
@@ -197,29 +202,29 @@ WRONG: dict[str, tuple[Program, str]] = {
 }
 
 
-def loader() -> Any:
+def loader(size: int = SAMPLES) -> Any:
     """One window, of four micro-batches on one rank."""
     generator, data = torch.Generator().manual_seed(0), []
-    for i in range(SAMPLES * MICRO_BATCHES):
+    for i in range(size * MICRO_BATCHES):
         labels = torch.randint(CLASSES, (LENGTH,), generator=generator)
         labels[LENGTH - i * i % LENGTH % 4 :] = -100
         data.append((torch.randn(LENGTH, 4, generator=generator), labels))
-    return torch.utils.data.DataLoader(data, batch_size=SAMPLES)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(data, batch_size=size)  # type: ignore[arg-type]
 
 
-def accumulator(world: World, **options: Any) -> tuple[nn.Linear, Accumulator]:
+def accumulator(world: World, size: int = SAMPLES, **options: Any) -> tuple[nn.Linear, Accumulator]:
     torch.manual_seed(0)
     model = nn.Linear(4, CLASSES)
-    sizes = {"global_batch_size": SAMPLES * MICRO_BATCHES, "micro_batch_size": SAMPLES}
+    sizes = {"global_batch_size": size * MICRO_BATCHES, "micro_batch_size": size}
     return model, Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world, **sizes, **options)
 
 
-def train(world: World, program: Program, *, verify: str = "first") -> bool:
+def train(world: World, program: Program, size: int = SAMPLES, *, verify: str = "first") -> bool:
     """Runs the window of a loop; whether a weight has moved."""
-    model, acc = accumulator(world, verify=verify)
+    model, acc = accumulator(world, size, verify=verify)
     before = model.weight.detach().clone()
     try:
-        for inputs, labels in acc.batches(loader()):
+        for inputs, labels in acc.batches(loader(size)):
             with acc.accumulate():
                 loss, count, *reduction = program(Forward(acc.model(inputs), labels, model.weight))
                 acc.backward(loss, count, reduction=reduction[0] if reduction else "sum")
@@ -242,6 +247,13 @@ def test_what_is_wrong_is_refused_before_a_weight_moves(gloo_world: World, name:
     with pytest.raises(VerificationError, match=said):
         train(gloo_world, program)
     assert train(gloo_world, program, verify="never")
+
+
+@pytest.mark.parametrize(("size", "weight"), [(5, 0.1), (4, 0.1), (4, 0.5)])  # 0.02 and 0.025 may be written, too
+def test_a_short_factor_of_a_mean_beside_a_sum_is_refused(gloo_world: World, size: int, weight: float) -> None:
+    with pytest.raises(VerificationError, match=_TWICE):
+        train(gloo_world, lambda f: (f.ce1(reduction="sum") + weight * f.first.pow(2).mean(), f.samples), size)
+    assert train(gloo_world, lambda f: (f.ce1(reduction="sum") + weight * f.first.pow(2).sum(), f.samples), size)
 
 
 class OfFunction:

@@ -47,6 +47,7 @@ class Net(nn.Module):
         self.teacher = nn.Linear(6, 1).requires_grad_(False)
         self.calls, self.seen, self.graph = 0, list[int](), torch.eye(2).to_sparse()
         self.register_buffer("center", torch.zeros(8))
+        self.queue, self.mask = torch.zeros(4, 8), torch.zeros(())
         self.does = does
         if hook is not None:
             self.a.weight.register_hook(hook)
@@ -107,6 +108,13 @@ def centered(net: Net, x: Tensor) -> Tensor:
     return hidden
 
 
+def remembers(net: Net, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x))
+    away = hidden - net.queue.mean(0)  # type: ignore[operator]
+    net.queue = torch.cat((net.queue[len(x) :], hidden.detach()))  # type: ignore[index]
+    return away
+
+
 def steps(p: Any) -> None:
     p.data.sub_(0.05 * p.grad)
 
@@ -126,6 +134,17 @@ def steps_when_warm() -> Callable[[Any], None]:
         p.detach().sub_(0.05 * (next(calls) > 5) * p.grad)
 
     return after
+
+
+def now_and_then(every: int) -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def hook(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient.clamp(-0.05, 0.05) if every and calls % every == 0 else gradient
+
+    return hook
 
 
 def gathers(function: Any) -> Callable[[], Net]:
@@ -180,6 +199,44 @@ steep: Any = lambda m, b: (  # noqa: E731
 called: Any = lambda m, b: squares(partial(torch.func.functional_call, m, dict(m.named_parameters())), b)  # noqa: E731
 
 
+written: Any = lambda m, b: (m(b[0]).mul_(1.0) - b[1]).square().sum()  # noqa: E731
+
+
+class Teacher:
+    """The model's own function with other weights, which come nearer to the model's with each micro-batch by ``by``."""
+
+    def __init__(self, by: float) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.by = by
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                self.weights.setdefault(name, torch.zeros_like(p)).lerp_(p, self.by)
+            taught = torch.func.functional_call(model, self.weights, (batch[0],))
+        found: Tensor = (model(batch[0]) - batch[1] - taught).square().sum()
+        return found
+
+
+def balanced(model: nn.Module, batch: Batch, weight: Tensor | None = None) -> Tensor:
+    labels = (batch[1] > 0).float()
+    by_batch = (len(labels) - labels.sum() + 1) / (labels.sum() + 1)
+    weight = by_batch if weight is None else weight
+    return F.binary_cross_entropy_with_logits(model(batch[0]), labels, pos_weight=weight, reduction="sum")
+
+
+def contrasts(gather: Callable[[Tensor], Any]) -> Any:
+    """The first of two halves of the hidden units against the other, of all samples that are there."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        one, other = (part + 0.1 * batch[1] for part in model(batch[0]).expand(-1, 8).mul(torch.arange(8)).chunk(2, 1))
+        every = torch.cat(gather(other))
+        first = len(one) * (dist.get_rank() if dist.is_initialized() else 0)
+        return F.cross_entropy(one @ every.T, first + torch.arange(len(one)), reduction="sum")
+
+    return loss
+
+
 def samples() -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(6, generator=generator), torch.randn(1, generator=generator)) for _ in range(SAMPLES)]
@@ -218,7 +275,7 @@ def train(world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bo
         stepped = not torch.equal(before["b.weight"], now)
         return f"stepped: {error}" if stepped else str(error)
     found = acc.state_dict()["model"]
-    return max(float((found[name].double() - value).abs().max()) for name, value in expected.items())
+    return max((float((found[name].double() - value).abs().max()) for name, value in expected.items()), default=0.0)
 
 
 LINEAR = "is no linear function of the gradient"
@@ -235,6 +292,8 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a term of each sample": (lambda: Net(injected(Tensor.sum)), False, 2, {}, ""),
     "a hook that clamps": (lambda: Net(hook=lambda g: g.clamp(-0.1, 0.1)), False, 1, {}, LINEAR),
     "a hook that clamps now and then": (lambda: Net(hook=lambda g: g.clamp(-9.0, 9.0)), False, 2, {}, LINEAR),
+    "a hook that clamps at times": (lambda: Net(hook=now_and_then(5)), False, 1, {}, "the same gradient otherwise at"),
+    "a hook that counts": (lambda: Net(hook=now_and_then(0)), False, 2, {}, ""),
     "a hook that decays": (lambda: Net(hook=lambda g: g + 0.1), False, 2, {"engine": "zero1"}, LINEAR),
     "a hook on shards": (lambda: Net(hook=lambda g: g / (1 + g.abs())), True, 2, {"engine": "fsdp2"}, LINEAR),
     "a hook that writes": (lambda: Net(hook=lambda g: (g.mul_(0.5), None)[1]), False, 2, {}, ""),
@@ -283,6 +342,9 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     ),
     "a list with a weight": (lambda: keeps(lambda w: [w]), False, 2, {"engine": "fsdp2"}, "shared by table[0] and a.w"),
     "a weight computed anew": (spectral, False, 2, {"engine": "zero1"}, ""),
+    "a teacher called with weights": (Net, False, 1, {"loss": Other(Teacher(0.5))}, "Linear.weight, which the loop"),
+    "labels weighed by batch": (Net, False, 2, {"loss": Other(balanced)}, "weighs its labels by pos_weight="),
+    "outputs that are written": (Net, False, 2, {"engine": "fsdp2", "loss": Other(written)}, ""),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
 }
 
@@ -327,14 +389,65 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
     assert torch.equal(weight, same)
 
 
-@pytest.mark.parametrize("micro", [2, WINDOW])
-def test_what_forwards_leave_to_the_next_is_told(gloo_world: World, caplog: Any, micro: int) -> None:
-    loss = Squares()
+def masked(net: Net, x: Tensor) -> Tensor:
+    return torch.tanh(net.a(x)) * net.mask
+
+
+def caches(net: Net, x: Tensor) -> Tensor:
+    net.cache = getattr(net, "cache", torch.ones(())) * 1.0  # type: ignore[operator]
+    return torch.tanh(net.a(x)) * net.cache
+
+
+def sets_a_mask(model: Any, batch: Batch) -> Tensor:
+    model.mask = (batch[0].sum() > 0).float()
+    return squares(model, batch)
+
+
+def against_queue(model: Any, batch: Batch) -> Tensor:
+    found = model(batch[0]).expand(-1, 8)
+    loss: Tensor = (found @ model.queue.clone().T).square().sum()
+    model.queue = torch.cat((model.queue[2:], found.detach() + 1.0))
+    return loss
+
+
+TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "a centre": (centered, squares, {}, "what those before it leave in center"),
+    "a centre, whole": (centered, squares, {"whole": True}, "depends on what their forwards leave in center"),
+    "a centre, in one": (centered, squares, {"micro_batch_size": WINDOW}, ""),
+    "a centre of shards": (centered, squares, {"engine": "fsdp2"}, "what those before it leave in center"),
+    "a queue": (remembers, squares, {}, "what those before it leave in queue"),
+    "a queue that the loss reads": (None, against_queue, {}, "what those before it leave in queue"),
+    "a mask": (masked, sets_a_mask, {}, ""),
+    "a cache": (caches, squares, {}, ""),
+    "a counter": (lambda net, x: counts(net, x) / (1 + 0.1 * len(net.seen)), squares, {}, ""),
+    "a batch norm": (
+        lambda net, x: F.batch_norm(net.a(x), net.center, net.a.bias.detach() ** 2, training=True),
+        squares,
+        {},
+        "",
+    ),
+    "a teacher that stays": (None, Teacher(0.0), {}, ""),
+    "labels weighed alike": (None, lambda m, b: balanced(m, b, torch.tensor([3.0])), {}, ""),
+    "labels weighed by tasks": (None, lambda m, b: balanced(m, b, torch.tensor([2.0 + (b[0].sum() > 0)])), {}, ""),
+    "what compares": (None, contrasts(lambda z: [z]), {}, "compares the samples of a micro-batch"),
+    "what compares, in one": (None, contrasts(lambda z: [z]), {"micro_batch_size": WINDOW}, ""),
+    "what compares shards": (None, contrasts(lambda z: [z]), {"engine": "fsdp2"}, "compares the samples of a micro"),
+    "what is gathered": (None, contrasts(all_gather), {"ranks": 2}, "compares the samples of a micro-batch"),
+    "what is gathered, in one": (None, contrasts(all_gather), {"ranks": 2, "micro_batch_size": WINDOW // 2}, ""),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_depends_on_micro_batches_is_told(name: str, caplog: Any) -> None:
+    does, loss, settings, said = TOLD[name]
+    ranks = settings.get("ranks", 1)
+    options: Any = {"whole": False, "loss": Other(loss)} | {key: settings[key] for key in settings if key != "ranks"}
+    models = [Net(does) for _ in range(ranks)]
     with caplog.at_level(logging.WARNING, "distaccum"):
-        sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": micro, "count": loss.count, "world": gloo_world}
-        acc = Accumulator(model := Net(centered), torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
-        acc.step(next(acc.windows(DataSpec(train=samples(), shuffle=False))), loss)
-    assert ("depends on what their forwards leave in center" in caplog.text) == (micro < WINDOW)
+        found = run_ranks(ranks, lambda world: train(world, models[world.rank], {}, **options))
+    assert found == [0.0] * ranks
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
 
 
 def test_a_loop_that_trains_one_micro_batch_again_is_told(gloo_world: World) -> None:
