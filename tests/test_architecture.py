@@ -186,6 +186,7 @@ SHARED = {
     "ownership",
     "partial_sums",
     "rules",
+    "shard_rules",
     "state",
 }
 

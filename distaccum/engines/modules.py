@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -104,6 +105,16 @@ def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a ``DTensor``."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, and of containers in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(tensors_in, value.values()))
+    elif isinstance(value, list | tuple | set):
+        yield from chain.from_iterable(map(tensors_in, value))
 
 
 def to_local(tensor: Any) -> Tensor:

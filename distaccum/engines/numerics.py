@@ -90,8 +90,9 @@ class Numerics:
     def check(self, model: nn.Module, context: EngineContext) -> None:
         """Raises ConfigError for settings and models whose sums depend on the ranks; needs no process group."""
 
-    def check_optimizers(self, optimizers: Iterable[Optimizer], engine: EngineConfig) -> None:
-        """For engines that shard parameters: raises ConfigError for a rule that steps a part to other bits."""
+    def check_optimizers(self, optimizers: Iterable[Optimizer], engine: EngineConfig) -> set[tuple[int, int]]:
+        """For engines that shard parameters: the numbers of optimizers and groups whose parts step to other bits."""
+        return set()
 
     def check_loop(self, world: World, count: Count | None, *, rehearses: bool) -> None:
         """Raises ConfigError for what would make the windows of a loop depend on the ranks; may be a collective."""
@@ -166,14 +167,16 @@ class Reproducible(Numerics):
             problem = f"{shorten(counting, 1)} keeps statistics of the micro-batches that its rank has seen"
             raise _refusal(problem, "Use GroupNorm or LayerNorm, track_running_stats=False, or numerics=fast")
 
-    def check_optimizers(self, optimizers: Iterable[Optimizer], engine: EngineConfig) -> None:
-        """For engines that shard parameters: raises ConfigError for a rule that gives a part of a matrix other bits.
+    def check_optimizers(self, optimizers: Iterable[Optimizer], engine: EngineConfig) -> set[tuple[int, int]]:
+        """See :class:`Numerics`.
 
-        Kernels of one pass (``fused``) may: they compute the last numbers of a tensor otherwise than those before.
+        Raises:
+            ConfigError: a kernel of one pass (``fused``) computes the last numbers of a tensor otherwise than others.
         """
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(_ROWS, _COLUMNS, generator=generator)
-        for optimizer in optimizers:
+        others: set[tuple[int, int]] = set()
+        for place, optimizer in enumerate(optimizers):
             kind = type(optimizer).__name__
             for number, group in enumerate(optimizer.param_groups):
                 device = group["params"][0].device
@@ -186,10 +189,13 @@ class Reproducible(Numerics):
                     problem = f"the rule of {kind} cannot be tried on a part of a matrix, and {engine.name} steps parts"
                     raise _refusal(problem, "Use engine=ddp or zero1, or numerics=fast")
                 same = torch.equal(found[number][0].detach(), torch.cat([part.detach() for part in parts[number]]))
-                if same and not group.get("fused"):  # whose kernels differ in few elements, and not in every step
-                    continue
-                problem = f"{kind} steps a part of a matrix to other bits than the whole, and {engine.name} steps parts"
-                raise _refusal(problem, "Use optim.fused=false (fused=False), engine=ddp or zero1, or numerics=fast")
+                if group.get("fused"):  # whose kernels differ in few elements, and not in every step
+                    problem = f"{kind} steps a part of a matrix to other bits than the whole"
+                    remedy = "Use optim.fused=false (fused=False), engine=ddp or zero1, or numerics=fast"
+                    raise _refusal(f"{problem}, and {engine.name} steps parts", remedy)
+                if not same:
+                    others.add((place, number))
+        return others
 
     def check_loop(self, world: World, count: Count | None, *, rehearses: bool) -> None:
         """See :class:`Numerics`; a collective.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from distaccum.engines.modules import full_tensor, is_sharded, shard_like
+from distaccum.engines.modules import full_tensor, is_sharded, shard_like, tensors_in
 from distaccum.engines.state import from_bytes, to_bytes
 from distaccum.errors import CheckpointError, MisuseError, shorten
 
@@ -66,13 +65,18 @@ def collect(
     return tensors, values
 
 
-def by_entry(optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors and numbers that this rank's optimizers keep, as ``exp_avg of NAME``; shards where they are sharded."""
+def by_entry(
+    optimizers: Iterable[Optimizer], parameters: Mapping[str, Tensor], *, others: bool = True
+) -> dict[str, Tensor]:
+    """Tensors and numbers that this rank's optimizers keep, as ``exp_avg of NAME``; shards where they are sharded.
+
+    Of what is none of the ``parameters`` too, unless ``others`` is false.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(optimizers):
         for place, (parameter, entries) in enumerate(optimizer.state.items()):
-            if not isinstance(parameter, Tensor):
+            if not isinstance(parameter, Tensor) or not (others or id(parameter) in names):
                 continue
             name = names.get(id(parameter), f"tensor {place} of optimizer {number}")
             for key, value in entries.items():
@@ -177,7 +181,7 @@ def by_owner(
 
 def _types(value: Any) -> list[torch.dtype]:
     """Of the tensors in it, which may be in containers."""
-    return [tensor.dtype for tensor in _tensors_in(value)]
+    return [tensor.dtype for tensor in tensors_in(value)]
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -188,7 +192,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _encoded(name: str, key: str, value: Any) -> Tensor:
     """What is neither a tensor nor a plain value, as bytes."""
     kind = type(value).__name__
-    if any(is_sharded(part) for part in _tensors_in(value)):
+    if any(is_sharded(part) for part in tensors_in(value)):
         raise MisuseError(f"the optimizer keeps a {kind} of shards ({key}) of {name}: a checkpoint holds whole tensors")
     try:
         return to_bytes(key, value)
@@ -200,15 +204,6 @@ def _encoded(name: str, key: str, value: Any) -> Tensor:
 def _is_whole(value: Any, parameter: Tensor) -> bool:
     other = isinstance(value, Tensor) and value.ndim > 0 and value.shape != parameter.shape
     return other and is_sharded(parameter) and not is_sharded(value)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(map(_tensors_in, value.values()))
-    elif isinstance(value, list | tuple | set):
-        yield from chain.from_iterable(map(_tensors_in, value))
 
 
 def _read(tensors: Mapping[str, Tensor], values: Mapping[str, Any], parameter: Tensor, name: str) -> Any:

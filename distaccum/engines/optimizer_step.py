@@ -60,6 +60,7 @@ class FusedUpdate:
         reduced: what else has reduced gradients: weights, where ``parameters`` are their masters.
         whole_norms: of parameters whose gradients are sharded: the norm of each whole gradient on one rank, and 0 on
             the others; a collective. None: each rank takes the norm of its shard.
+        stepped: by the same names what the optimizers' state is of, where it is other tensors.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class FusedUpdate:
         all_reduce_shards: Callable[[Tensor], Tensor] | None = None,
         reduced: Sequence[nn.Parameter] = (),
         whole_norms: Callable[[Sequence[nn.Parameter]], Tensor] | None = None,
+        stepped: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.optimizers, self.parameters, self.options = optimizers, parameters, options
+        self.stepped = parameters if stepped is None else stepped
         self.all_reduce_shards, self._whole_norms = all_reduce_shards, whole_norms
         self._known = frozenset(map(id, (*parameters.values(), *reduced)))
         self._begun: set[int] = set()  # the parameters that have optimizer state
@@ -408,7 +411,7 @@ class OptimizerStep:
 
     def state(self, model: Mapping[str, Tensor], *, owns: Callable[[int], bool]) -> EngineState:
         """With the ``model``'s tensors; ``owns`` says whether this rank gives the n-th parameter's optimizer state."""
-        tensors, values = optimizer_state.collect(self._update.optimizers, self._update.parameters, owns=owns)
+        tensors, values = optimizer_state.collect(self._update.optimizers, self._update.stepped, owns=owns)
         values |= self._settings.changed()
         scaler = self._scaler.state_dict() if self._scaler else {}
         return EngineState(model=model, optimizer=tensors, optimizer_values=values, scaler=scaler)
@@ -421,7 +424,7 @@ class OptimizerStep:
             ValueError: it has settings of a group that is not there.
         """
         own, values = self._update, state.optimizer_values
-        optimizer_state.load(own.optimizers, own.parameters, state.optimizer, values, model=state.model)
+        optimizer_state.load(own.optimizers, own.stepped, state.optimizer, values, model=state.model)
         self._settings.restore(values)
         self._update.forget()
         if self._scaler and state.scaler:

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distaccum.distributed.world import World
-from distaccum.engines.modules import as_real, full_tensor, shard_over
+from distaccum.engines.modules import as_real, full_tensor
 from distaccum.errors import ON_ALL_RANKS, ConfigError, MisuseError
 
 _log = logging.getLogger(__name__)
 _RATE = 1e-2
 # Scales of gradients, since a norm may be clipped only where it is large; and steps, since some rules change later:
 # slow weights follow every fifth or sixth.
-_SCALES = {1.0: 12, 1e4: 2, 1e-4: 2}
+SCALES = {1.0: 12, 1e4: 2, 1e-4: 2}
 _SIZE = 6  # a trial's dimensions, at most
-_KINDS = 4  # shapes of a group that are tried
 _OURS = ("step", "zero_grad")  # what an instance may have been given in place of its class's
 
 _SEES = "would see a part of the parameters on each rank, or copies of them"
@@ -69,21 +67,22 @@ def _tried(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Verd
     verdict = Verdict.ALONE
     devices = {t.device.index or 0 for group in whole for t in group if t.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)):
-        for scale in _SCALES:
-            found = _stepped(optimizer, whole, scale, seed=0)
+        for scale in SCALES:
+            found = stepped(optimizer, whole, scale, seed=0)
             if found is None:
                 verdict = Verdict.UNKNOWN
                 continue
-            taken = [_stepped(optimizer, part, scale, seed=0) for part in parts]
+            taken = [stepped(optimizer, part, scale, seed=0) for part in parts]
             joined = list(map(torch.cat, zip(*(one for one in taken if one is not None), strict=True)))
-            if any(one is None for one in taken) or not _alike(found, joined):
-                return Verdict.COUPLED if _repeats(optimizer, whole, scale, found) else Verdict.RANDOM
+            if any(one is None for one in taken) or not alike(found, joined):
+                return Verdict.COUPLED if repeats(optimizer, whole, scale, found) else Verdict.RANDOM
     return verdict
 
 
-def _repeats(optimizer: Optimizer, whole: Pieces, scale: float, found: Sequence[Tensor]) -> bool:
-    again = _stepped(optimizer, whole, scale, seed=1)
-    return again is not None and _alike(found, again)
+def repeats(optimizer: Optimizer, whole: Pieces, scale: float, found: Sequence[Tensor]) -> bool:
+    """Whether other random numbers give what was ``found``."""
+    again = stepped(optimizer, whole, scale, seed=1)
+    return again is not None and alike(found, again)
 
 
 def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
@@ -97,7 +96,7 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
     if sum(map(len, groups)) <= 1:
         return
     generator = torch.Generator().manual_seed(0)
-    whole = [[_small(p, generator) for p in group] for group in groups]
+    whole = [[small(p, generator) for p in group] for group in groups]
     parts: list[list[list[Tensor]]] = [[[] for _ in groups] for _ in range(2)]
     lonely = 0
     for i, group in enumerate(whole):
@@ -120,40 +119,6 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
 
 
-def differs_on_shards(optimizer: Optimizer, world: World) -> bool:
-    """Whether steps on shards are others than on whole parameters, as where a rule reads a norm as a number.
-
-    A collective. A rule that draws random numbers, or cannot be tried on few numbers, is taken for one that does not.
-
-    Args:
-        optimizer: over sharded parameters, without state.
-        world: this rank.
-    """
-    kinds = [
-        list({p.shape: p for p in reversed(group["params"]) if p.requires_grad}.values())[:_KINDS]
-        for group in optimizer.param_groups
-    ]
-    generator = torch.Generator().manual_seed(0)
-    whole = [[_small(p, generator) for p in group] for group in kinds]
-    shards = [
-        [shard_over(value, p) for value, p in zip(mine, group, strict=True)]
-        for mine, group in zip(whole, kinds, strict=True)
-    ]
-    devices = {value.device.index or 0 for mine in whole for value in mine if value.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
-        for scale in _SCALES:
-            expected = _stepped(optimizer, whole, scale, seed=0)
-            if expected is None:
-                continue
-            values = step_values(optimizer, shards, scale, seed=0)
-            if world.all_gather_names([] if values is not None else ["raised"]) or values is None:
-                continue
-            apart = not _alike(expected, [end_to_end(mine) for mine in values])
-            if apart and _repeats(optimizer, whole, scale, expected):
-                return True
-    return False
-
-
 def expect_no_lists(optimizer: Optimizer, engine: str) -> None:
     """For an engine whose step gives the optimizer a part of the parameters, or copies of them.
 
@@ -171,13 +136,13 @@ def expect_no_lists(optimizer: Optimizer, engine: str) -> None:
             raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
 
 
-def _small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
+def small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
     """Of as many dimensions, and of few numbers."""
     size = [min(n, _SIZE) for n in parameter.shape]
     return torch.randn(size, generator=generator).to(parameter.device, parameter.dtype)
 
 
-def _stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -> list[Tensor] | None:
+def stepped(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int) -> list[Tensor] | None:
     """The values after steps by the rule and settings of the optimizer's groups, end to end; None where it raises."""
     values = step_values(optimizer, pieces, scale, seed=seed)
     return None if values is None else [end_to_end(mine) for mine in values]
@@ -204,7 +169,7 @@ def step_values(optimizer: Optimizer, pieces: Pieces, scale: float, *, seed: int
         if begun:
             _begin(trial, optimizer)
         try:
-            for step in range(1, _SCALES[scale] + 1):
+            for step in range(1, SCALES[scale] + 1):
                 for group, mine in zip(pieces, values, strict=True):
                     for piece, value in zip(group, mine, strict=True):
                         value.grad = _gradient(piece, step) * scale
@@ -266,7 +231,8 @@ def trial_copy(optimizer: Optimizer, groups: list[dict[str, Any]], *, wraps: boo
     return trial
 
 
-def _alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether they are the same but for rounding, tensor by tensor."""
     return all(
         torch.allclose(one, other, rtol=1e-5, equal_nan=True) for one, other in zip(found, expected, strict=True)
     )

@@ -36,6 +36,9 @@ SAME = "tests/distributed/test_reproducible.py::test_a_few_cells_are_the_same_on
 GOES_ON = "tests/elastic/engine/test_elastic.py::test_the_ranks_that_are_left_finish_the_window_to_the_same_bits"
 MIRRORED = "tests/elastic/engine/test_mirror.py::test_those_who_are_left_go_on_to_the_same_bits"
 MIRROR_SEARCH = "tests/elastic/simulation/test_mirror.py::test_what_is_left_is_of_one_window_and_whole"
+OWNERS = "tests/tools/test_owners.py::test_"
+BITS = f"{OWNERS}the_step_is_one_process_own_bit_for_bit[lars-2]"
+STATES = f"{OWNERS}a_state_goes_on_bit_for_bit_on_another_engine_and_other_ranks[kronecker-fsdp2 2, ddp 1, fsdp2 3]"
 LATE = ("TimeoutError", "Failed: Timeout")
 ZEROS = """        for frozen in self._model.parameters():
             if not frozen.requires_grad:
@@ -316,7 +319,7 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "UnitAssignment(units, min(units, self.virtual_ranks), self.world_size)",
                 "UnitAssignment(units, min(units, 2 * self.world_size), self.world_size)",
             ),
-            "norms are of shards": ("engines/fsdp2/engine.py", "WholeNorms(world) if numerics", "None if numerics"),
+            "norms are of shards": ("engines/fsdp2/engine.py", "load(WHOLE_NORMS)() if numerics", "None if numerics"),
             "losses are summed rank by rank": (
                 "accumulation/step.py",
                 "assignment=self._assignment,\n            by_unit=None if self._assignment is None else",
@@ -413,6 +416,40 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
                 "now=self.now | before.now",
                 "now=self.now",
             ),
+        )
+    ),
+    *(
+        _one(test, f"owners: {name}", *edit)
+        for test, name, *edit in (
+            (
+                BITS,
+                "shards are stepped as if they were whole",
+                "engines/fsdp2/wrap.py",
+                "            faults[number] = fault",
+                "            pass",
+            ),
+            (
+                BITS,
+                "a whole tensor is sent back to no rank",
+                "tools/owners.py",
+                "            from_owners(wholes, parts, _rows_of(dealt, parts), dealt.owners, self._group)",
+                "            pass",
+            ),
+            (
+                BITS,
+                "a gradient is this rank's neighbour's",
+                "tools/owners.py",
+                "dealt.own[i].grad = gathered.get(i)",
+                "dealt.own[i].grad = gathered[i].roll(1, 0)",
+            ),
+            (
+                STATES,
+                "a state has the name of another tensor",
+                "tools/owners.py",
+                "self.stepped[names[id(shard)]] = stand_in",
+                "self.stepped[names[id(shards[i - 1])]] = stand_in",
+            ),
+            (STATES, "a state is not saved", "engines/fsdp2/engine.py", " or i in self._owners.own)", ")"),
         )
     ),
     _one(

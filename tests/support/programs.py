@@ -619,8 +619,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "gradient penalty": {"fsdp2": "differentiated twice"},
     "loss without gradient": dict.fromkeys(ENGINES, "the loss has no gradient"),
     "sparse embedding": {"deepspeed": "whose gradient is sparse"},
-    "Adafactor": {"fsdp2": "its rule does not work on shards", "deepspeed": "looks at more than one element"},
-    "Muon": {"fsdp2": "its rule does not work on shards", "deepspeed": "steps one optimizer, not 2"},
+    "Adafactor": {"deepspeed": "looks at more than one element"},
+    "Muon": {"deepspeed": "steps one optimizer, not 2"},
 }
 # Refused in the first window that cannot be exact, after others that were.
 LATE = {("GAN, two accumulators", "fsdp2")}

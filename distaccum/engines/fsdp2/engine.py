@@ -27,7 +27,7 @@ from distaccum.engines.fsdp2.blocks import OTHER_BLOCKS, BlockOrder, SkippedBloc
 from distaccum.engines.fsdp2.copies import Copies
 from distaccum.engines.fsdp2.probe import FSDP2Probe
 from distaccum.engines.fsdp2.shard_watch import ShardReads, ShardWatch, UsedParameters, reads_shards
-from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduceScatter, TreeSums, WholeNorms
+from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduceScatter, TreeSums
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
@@ -47,6 +47,7 @@ from distaccum.engines.uneven_inputs import UnevenInputs
 from distaccum.errors import MisuseError, shorten
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import PrecisionPolicy
+from distaccum.program import OWNERS, WHOLE_NORMS, load
 
 _LATE = (
     "the loss reads a gathered parameter outside of its module's forward, so that a gradient came after its reduction: "
@@ -71,7 +72,7 @@ class FSDP2Engine(Engine):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], world: World, context: EngineContext) -> None:
         config, policy, numerics = context.engine, context.policy, context.numerics
         assert isinstance(config, FSDP2Config)
-        numerics.check_optimizers(optimizers, config)
+        others = numerics.check_optimizers(optimizers, config)
         # Shards on the CPU have their gradients there, and what decides about these.
         options = context.step_options(torch.device("cpu") if config.offload else world.device)
         facts = EngineFacts(
@@ -94,15 +95,19 @@ class FSDP2Engine(Engine):
         self._shard(model, config, context.seed)
         internals.check(model)
         self._sharded = internals.ShardedModel(model)
-        rebind_optimizers(model, optimizers, before, world)
+        faults = rebind_optimizers(model, optimizers, before, world)
         apply_precision(model, policy, world.device, warn=world.is_main)
         self._parameters = trained(model)
+        self._owners = load(OWNERS)(
+            optimizers, self._parameters, faults=faults, others=others, mesh=self._mesh, config=config, world=world
+        )
         update = FusedUpdate(
             optimizers,
             self._parameters,
             options,
             all_reduce_shards=self._all_reduce_shards,
-            whole_norms=WholeNorms(world) if numerics.fixed_order else None,
+            whole_norms=load(WHOLE_NORMS)() if numerics.fixed_order else None,
+            stepped=self._owners.stepped,
         )
         self._optimizer_step = OptimizerStep(update, (model,), self._settings, window_open=lambda: self.window_open)
         self._units = Units(model, every=config.sync == "every", reshards=self._reshards)
@@ -144,6 +149,7 @@ class FSDP2Engine(Engine):
             units=self._units,
             order=self._order,
             gathered_dtype=self._gathered_dtype,
+            stepped=self._owners.stepped,
         )
         owners = (self, inputs, self._skipped)
         self._copies = Copies(model, self._sharded, world, self._shard_unit, owners)
@@ -253,7 +259,7 @@ class FSDP2Engine(Engine):
         gathers = "twice a micro-step" if self._reshards else "once per step, and held"
         return (
             f"sharded over {shards} ranks{replicas}; sync={sync}: {costs[sync]} (sync={other}: {costs[other]}); "
-            f"{size_of(gathered)} of parameters gathered {gathers}"
+            f"{size_of(gathered)} of parameters gathered {gathers}{self._owners.says}"
         )
 
     @property
@@ -451,7 +457,7 @@ class FSDP2Engine(Engine):
         self.buffers.check()
         self._late_faults = self._shard_watch.spoil()
         self._compares_order = True
-        output = self._optimizer_step.step(divisor, self.norm_bound)
+        output = self._optimizer_step.step(divisor, self.norm_bound, among=self._owners)
         output = replace(output, fault=self._fault, late_faults=self._late_faults)
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -499,6 +505,7 @@ class FSDP2Engine(Engine):
         self._sharded.release()
         self._reads.remove()
         self._optimizer_step.release()
+        self._owners.groups.release()
         apply_precision(self._model, PrecisionPolicy.of(PrecisionConfig()), self.device)
 
     def state(self) -> EngineState:
@@ -508,7 +515,8 @@ class FSDP2Engine(Engine):
             full = full_tensor(tensor)
             if self._owns(i) if is_sharded(tensor) else self._world.is_main:  # buffers are rank 0's
                 model[name] = full.cpu()
-        return self._optimizer_step.state(model, owns=self._owns)
+        with self._owners.groups:
+            return self._optimizer_step.state(model, owns=lambda i: self._owns(i) or i in self._owners.own)
 
     def _owns(self, i: int) -> bool:
         return i % self._world.size == self._world.rank
@@ -520,7 +528,8 @@ class FSDP2Engine(Engine):
         # One tensor is read whole at a time. Torch complains of names and shapes that differ.
         parts = {name: shard_like(state.model[name], own.get(name, state.model[name])) for name in state.model}
         load_model_state(self._model, parts)
-        self._optimizer_step.load_state(state)
+        with self._owners.groups:
+            self._optimizer_step.load_state(state)
 
 
 def _forward_past_model() -> MisuseError:

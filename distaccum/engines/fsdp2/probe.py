@@ -28,6 +28,7 @@ class FSDP2Probe(GradientProbe):
         units: what is gathered together.
         order: in which the window's forwards ran them.
         gathered_dtype: what weights are gathered in; None: their own.
+        stepped: what the optimizers' state is of, on this rank, by the parameters' names.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class FSDP2Probe(GradientProbe):
         units: Units,
         order: BlockOrder,
         gathered_dtype: torch.dtype | None,
+        stepped: Mapping[str, nn.Parameter],
     ) -> None:
         super().__init__(engine, policy)
         self._world, self._mesh, self._gathered_dtype = engine.world, mesh, gathered_dtype
         self._sharded, self._units, self._order = sharded, units, order
         self._model = engine.unwrapped_model
-        self._parameters = trained(self._model)
+        self._parameters, self._state_of = trained(self._model), stepped
 
     def known_fault(self) -> str:
         """See :class:`GradientProbe`."""
@@ -79,9 +81,11 @@ class FSDP2Probe(GradientProbe):
 
     def replicated_state(self) -> tuple[int, dict[str, Tensor]]:
         """What is not sharded; with replicas the shards as well, those of the weights included."""
-        kept = by_entry(self._engine.optimizers, self._parameters)
         if "replicate" not in (self._mesh.mesh_dim_names or ()):
+            sharded = {name: p for name, p in self._state_of.items() if is_sharded(p)}  # not what one rank has whole
+            kept = by_entry(self._engine.optimizers, sharded, others=False)
             return 0, {name: tensor for name, tensor in kept.items() if not is_sharded(tensor)}
+        kept = by_entry(self._engine.optimizers, self._state_of)
         own = {**kept, **{f"the shard of {name}": p.detach() for name, p in self._parameters.items()}}
         return self._mesh["shard"].get_local_rank(), {name: to_local(tensor) for name, tensor in own.items()}
 

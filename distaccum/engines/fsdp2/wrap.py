@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2 import internals
-from distaccum.engines.modules import is_sharded, shard_like, to_local
-from distaccum.engines.rules import differs_on_shards, expect_no_lists, trial_copy
+from distaccum.engines.modules import shard_like
+from distaccum.engines.rules import expect_no_lists
+from distaccum.engines.shard_rules import fault_on_shards
 from distaccum.errors import ConfigError, MisuseError, shorten
 
 # Hooks on parameters: ``fully_shard`` makes new parameters, and leaves the hooks on the ones that it drops.
@@ -110,22 +111,27 @@ def _refuse(name: str, _: Tensor) -> NoReturn:
 # Re-points optimizers from full parameters to their DTensor shards.
 
 
-def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], world: World) -> None:
+def rebind_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: dict[int, str], world: World
+) -> dict[int, str]:
     """Replaces, in the optimizers' groups, full parameters by their shards; a collective.
 
     ``names`` has the full parameters' names by ``id``. A fused kernel that takes no shards (SGD's, as of torch 2.13) is
     switched off.
 
+    Returns:
+        by the number of an optimizer, why its rule does not work on shards.
+
     Raises:
-        ConfigError: an optimizer has stepped before, or cannot step on shards.
+        ConfigError: an optimizer has stepped before, or keeps lists of tensors of its own.
     """
     sharded = dict(model.named_parameters(remove_duplicate=False))
-    for optimizer in optimizers:
+    faults: dict[int, str] = {}
+    for number, optimizer in enumerate(optimizers):
         expect_no_lists(optimizer, "fsdp2")
-        kind = type(optimizer).__name__
         if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):  # Adagrad makes it when it is made
             problem = "it has stepped, and its state is of whole parameters"
-            raise ConfigError("optimizer", kind, problem, "Wrap first, then load its state")
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, "Wrap first, then load its state")
         state = {sharded[names[id(p)]]: values for p, values in optimizer.state.items()}
         optimizer.state.clear()
         for shard, values in state.items():
@@ -134,51 +140,15 @@ def rebind_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], names: 
             }
         for group in optimizer.param_groups:
             group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-        reason = _try(optimizer, world)
-        if reason and any(group.get("fused") for group in optimizer.param_groups):
+        fault = fault_on_shards(optimizer, world)
+        if fault and any(group.get("fused") for group in optimizer.param_groups):
             for group in optimizer.param_groups:
                 group["fused"] = False
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch sets it with fused
-            reason = _try(optimizer, world)
-        if not reason and differs_on_shards(optimizer, world):
-            reason = "it gives other numbers: what it reads of a shard, as a norm by .item(), is a rank's own"
-        if reason:
-            remedy = "Use engine=zero1, where each steps whole parameters"
-            raise ConfigError("optimizer", kind, f"its rule does not work on shards ({reason})", remedy)
-
-
-def _try(optimizer: Optimizer, world: World) -> str:
-    """What a step on zeros raises on some rank, for one parameter of each group and shape; "" where it raises nothing.
-
-    Nor may it keep shards of another shape than its parameter: a checkpoint could be saved, and never be loaded.
-
-    A rule may turn tall matrices round, and a rank may have an empty shard.
-    """
-    groups = [dict(group) for group in optimizer.param_groups]
-    trial = trial_copy(optimizer, groups)
-    if trial is None:
-        return ""
-    for group in groups:
-        kinds = {p.shape: p for p in reversed(group["params"]) if p.requires_grad}
-        group["params"] = [nn.Parameter(torch.zeros_like(p)) for p in kinds.values()]
-        for zero in group["params"]:
-            zero.grad = torch.zeros_like(zero)
-    try:
-        trial.step()
-    except Exception as error:  # each optimizer has its own
-        raised = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return world.all_gather_names([raised])[0]
-    other = [problem for p, values in trial.state.items() for problem in _lost(p, values)]
-    return next(iter(world.all_gather_names(other[:1])), "")
-
-
-def _lost(parameter: Any, values: Mapping[str, Any]) -> Iterator[str]:
-    """What is a shard, and of another shape than the parameter's: that of one rank, or cut in a way nobody notes."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or not value.ndim or value.shape == parameter.shape:
-            continue
-        if is_sharded(value) or (value.numel() > 1 and value.shape == to_local(parameter).shape):
-            yield f"it keeps {name} of {tuple(value.shape)} for {tuple(parameter.shape)}, which no checkpoint holds"
+            fault = fault_on_shards(optimizer, world)
+        if fault:
+            faults[number] = fault
+    return faults
 
 
 def move_and_sync(unit: nn.Module, device: torch.device, fill: Callable[[Tensor], None]) -> None:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KINDS = ("all-reduce", "reduce-scatter", "reduce", "all-gather", "broadcast")
-_ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "reduce": 1}
+KINDS = ("all-reduce", "reduce-scatter", "reduce", "all-gather", "broadcast", "all-to-all")
+_ROUNDS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "reduce": 1, "all-to-all": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,13 @@ def ring_bytes(kind: str, payload: float, ranks: int) -> float:
     """Bytes that one of ``ranks`` sends in a ring collective of ``payload`` bytes, on average over the ranks.
 
     Of N parts a rank passes on N - 1 in a reduce-scatter, and the same number in an all-gather; an all-reduce is both,
-    one after the other. In a broadcast or a reduction to one rank, all ranks but one pass on the whole payload.
+    one after the other. In a broadcast or a reduction to one rank, all ranks but one pass on the whole payload. In an
+    all-to-all, no ring, each has one part of it, and keeps a share of that.
 
     Raises:
-        KeyError: the kind has no ring.
+        KeyError: the kind is not known.
     """
-    return _ROUNDS[kind] * payload * (ranks - 1) / ranks
+    return _ROUNDS[kind] * payload * (ranks - 1) / ranks / (ranks if kind == "all-to-all" else 1)
 
 
 def ring_seconds(kind: str, payload: float, ranks: int, link: Link) -> float:

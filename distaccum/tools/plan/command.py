@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
 
 from distaccum import program
 from distaccum.config.engine import DDPConfig
@@ -32,6 +33,7 @@ from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
 from distaccum.engines.modules import blocks_of
+from distaccum.engines.rules import Verdict, try_rule
 from distaccum.errors import ConfigError
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.memory import MicroStep, gathered, host, peak
@@ -53,11 +55,15 @@ PARTS = {"compute": "of computing", "update": "of updating", "exposed": "of wait
 Values = dict[str, Any]
 
 
-def sizes_of(config: RunConfig) -> Sizes:
+def sizes_of(config: RunConfig, *, owners: bool = False) -> Sizes:
     """The sizes of the model, which is built without memory.
 
+    Args:
+        config: of the run.
+        owners: whether one rank steps a tensor that its rule needs whole.
+
     Raises:
-        ConfigError: the model cannot be built.
+        ConfigError: the model or an optimizer cannot be built.
     """
     with torch.device("meta"):
         model: nn.Module = build("model", config.model)
@@ -73,6 +79,9 @@ def sizes_of(config: RunConfig) -> Sizes:
         blocks=tuple(reversed(blocks)),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        owned=tuple(
+            size for optim, sizes in (_stepped(config) if owners else ()) if _needs_whole(optim) for size in sizes
+        ),
     )
 
 
@@ -84,24 +93,42 @@ def groups_of(config: RunConfig) -> list[GroupSize]:
 
 def moments_of(config: RunConfig) -> float:
     """Bytes of the optimizers' state for each element of a matrix; with several, on average over what they step."""
+    if not any("optimizer" in group for group in config.optim.groups):
+        return _moments(config.optim)
+    stepped = _stepped(config)
+    return sum(sum(sizes) * _moments(optim) for optim, sizes in stepped) / sum(sum(sizes) for _, sizes in stepped)
+
+
+def _stepped(config: RunConfig) -> list[tuple[OptimConfig, list[int]]]:
+    """Of each group and of the rest: what steps it, as ``optim.optimizer``, and the elements of what is trained."""
     optim = config.optim
-    nodes = [group["optimizer"] for group in optim.groups if "optimizer" in group]
-    if not nodes:
-        return _moments(optim)
     with torch.device("meta"):
         *members, rest = split(optim.groups, build("model", config.model))
-    total = weighted = 0.0
-    for group, mine in zip([*optim.groups, {}], [*members, rest], strict=True):
-        size = sum(p.numel() for p in mine.values() if p.requires_grad)
-        total += size
-        weighted += size * _moments(replace(optim, optimizer=group.get("optimizer", optim.optimizer)))
-    return weighted / total
+    return [
+        (
+            replace(optim, optimizer=group.get("optimizer", optim.optimizer)),
+            [p.numel() for p in mine.values() if p.requires_grad],
+        )
+        for group, mine in zip([*optim.groups, {}], [*members, rest], strict=True)
+    ]
+
+
+def _needs_whole(optim: OptimConfig) -> bool:
+    """Whether its rule steps a matrix otherwise than its rows."""
+    matrix = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    (optimizer,) = _one(optim)[1]
+    return try_rule(optimizer, [[matrix]], [[[rows]] for rows in torch.split(matrix, SIDE // 2)]) is Verdict.COUPLED
+
+
+def _one(optim: OptimConfig) -> tuple[nn.Linear, list[Optimizer]]:
+    """A matrix, and ``optim.optimizer`` of it."""
+    model = nn.Linear(SIDE, SIDE, bias=False)
+    return model, build_optimizers(replace(optim, groups=[]), model, torch.device("cpu"))
 
 
 def _moments(optim: OptimConfig) -> float:
     """Those of ``optim.optimizer``, found by stepping one."""
-    model = nn.Linear(SIDE, SIDE, bias=False)
-    (optimizer,) = build_optimizers(replace(optim, groups=[]), model, torch.device("cpu"))
+    model, (optimizer,) = _one(optim)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     state = optimizer.state[model.weight].values()
@@ -233,7 +260,7 @@ def job_of(config: RunConfig) -> Job:
         raise ConfigError("batch.micro_tokens", config.batch.micro_tokens, "cannot be planned without the data", remedy)
     check_sizes(config.batch.global_size, config.batch.first_micro_size, CONFIG_KEYS)
     return Job(
-        sizes=sizes_of(config),
+        sizes=sizes_of(config, owners=sharding_of(config.engine).owners),
         sharding=sharding_of(config.engine),
         formats=formats_of(config.engine, config.precision, moments_of(config)),
         global_batch_size=config.batch.global_size,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distaccum.tools.plan import volume
-from distaccum.tools.plan.sharding import PARAMETER_STAGE
+from distaccum.tools.plan.sharding import FULL, PARAMETER_STAGE
 from distaccum.tools.plan.window import Job
 
 WHOLE_BLOCKS = 2
@@ -69,6 +69,13 @@ def peak(job: Job, ranks: int, micro_step: MicroStep, *, prefetch: int = 2) -> d
         "activations": micro_step.peak,
     }
     known = [size for size in found.values() if size is not None]
+    if len(known) == len(found) and job.sizes.owned:
+        # A step's own, while nothing is gathered and no activations are there: gradients and weights, and what travels.
+        share = max(sum(job.sizes.owned) / job.sharding.parts(PARAMETER_STAGE, ranks), *job.sizes.owned)
+        whole = volume.THERE_AND_BACK * FULL * share
+        _, gathered_then, _, activations = known
+        known.append(max(0.0, whole - gathered_then - activations))
+        found["stepped whole"] = known[-1]
     return found | {"total": sum(known) if len(known) == len(found) else None}
 
 

@@ -28,6 +28,7 @@ class Sharding:
         whole_again: what is in no block is gathered twice a micro-step, too.
         held: gathered parameters stay for the window.
         replicas: of the shards.
+        owners: a tensor that its rule needs whole is stepped by one rank.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class Sharding:
     whole_again: bool = False
     held: bool = False
     replicas: int = 1
+    owners: bool = False
 
     def parts(self, stage: int, ranks: int) -> int:
         """How many parts, among ``ranks``, there are of what ZeRO shards from ``stage`` on."""
@@ -98,6 +100,7 @@ def _(engine: FSDP2Config) -> Sharding:
         every=engine.sync == "every",
         held=not engine.reshard_after_forward,
         replicas=engine.replicas,
+        owners=True,
     )
 
 

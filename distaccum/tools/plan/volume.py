@@ -11,6 +11,7 @@ from distaccum.tools.plan.collectives import KINDS, ring_bytes
 from distaccum.tools.plan.sharding import FULL, GRADIENT_STAGE, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 
 FP32 = Formats()
+THERE_AND_BACK = 3  # exchanges of a tensor that its owner steps: the gradient, the weight, and the new weight
 
 
 def memory(sharding: Sharding, elements: int, ranks: int, formats: Formats = FP32) -> dict[str, float]:
@@ -51,6 +52,7 @@ def payloads(
     formats: Formats = FP32,
     *,
     sums: int | None = None,
+    owned: int = 0,
 ) -> dict[str, float]:
     """Bytes of the whole tensors that a window's collectives carry, by kind.
 
@@ -62,6 +64,7 @@ def payloads(
         formats: what gradients and parameters travel in.
         sums: how many of a window's a rank gives to a reduction in a fixed order, whose shards travel as those of a
             reduce-scatter; None: the order is the reduction's.
+        owned: elements of tensors that one rank steps whole: their gradients and weights go there, and these back.
     """
     found = dict.fromkeys(KINDS, 0.0)
     times = micro_steps if sharding.every else 1
@@ -73,6 +76,7 @@ def payloads(
     if sharding.spread is not None:
         found[sharding.spread] += formats.gathered * elements
     found["all-gather"] += formats.gathered * gathered(sharding, elements, in_blocks, micro_steps)
+    found["all-to-all"] += THERE_AND_BACK * FULL * owned
     return found
 
 
@@ -85,12 +89,13 @@ def sent(
     ranks: int,
     formats: Formats = FP32,
     sums: int | None = None,
+    owned: int = 0,
 ) -> dict[str, float]:
     """Bytes that one of ``ranks`` sends in a window by kind, where collectives go around rings; see :func:`payloads`.
 
     Replicas of the shards reduce these again, among each other, in fp32, once a window.
     """
-    payload = payloads(sharding, elements, in_blocks, micro_steps, formats, sums=sums)
+    payload = payloads(sharding, elements, in_blocks, micro_steps, formats, sums=sums, owned=owned)
     within = ranks // sharding.replicas
     found = {kind: ring_bytes(kind, size, within) for kind, size in payload.items()}
     found["all-reduce"] += ring_bytes("all-reduce", FULL * elements / within, sharding.replicas)

@@ -20,7 +20,7 @@ from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.collectives import seconds
 from distaccum.tools.plan.overlap import buckets, run_pass, shares
 from distaccum.tools.plan.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
-from distaccum.tools.plan.volume import sent
+from distaccum.tools.plan.volume import THERE_AND_BACK, sent
 
 FORWARD = 1 / 3  # of a micro-step
 COUNT_BYTES = 8  # what the count's all-reduce carries
@@ -31,12 +31,14 @@ class Sizes:
     """A model: elements of each trained parameter in order, and of each block that is sharded by itself.
 
     ``frozen``: elements that are not trained; they take memory, and are never sent. ``buffers``: their bytes.
+    ``owned``: elements of each trained tensor that one rank steps whole.
     """
 
     tensors: tuple[int, ...]
     blocks: tuple[int, ...] = ()
     frozen: int = 0
     buffers: int = 0
+    owned: tuple[int, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -161,6 +163,7 @@ class Window:
                 ranks=ranks,
                 formats=job.formats,
                 sums=None if job.virtual_ranks is None else job.sums(ranks)[0],
+                owned=sum(job.sizes.owned),
             ),
         )
 
@@ -208,9 +211,10 @@ class Window:
         return within + seconds("all-reduce", shard, self._sharding.replicas, self._across)
 
     def _spread(self) -> float:
-        """Seconds of giving all ranks the stepped parameters, after the update."""
+        """Seconds of giving all ranks the stepped parameters, after the update; and owners what they step."""
         if self._sharding.spread is None:
-            return 0.0
+            owned = FULL * sum(self._job.sizes.owned)
+            return THERE_AND_BACK * seconds("all-to-all", owned, self._within, self._ring)
         payload = self._job.formats.gathered * self._job.sizes.elements
         return seconds(self._sharding.spread, payload, self._ranks, self._all)
 

@@ -197,6 +197,17 @@ def test_the_peak_by_hand_for_each_engine() -> None:
     sixteen = _job(FSDP2Config(), sizes=sizes, precision=PrecisionConfig(name="bf16"))
     assert gathered(sixteen) == 1.5 * 2**20
     assert gathered(_job(FSDP2Config(), sizes=replace(sizes, blocks=()))) == 4 * 2**20
+    # A step of whole matrices comes when the activations are gone: only what it takes more than they did counts.
+    for owned, activations, more in (
+        ((), 2**10, None),
+        ((2**19,) * 2, 2**22, 0.0),
+        ((2**19,) * 2, 2**10, 3 * 2**20 - 2**10),
+        ((2**19, 2**18), 2**10, 3 * 2**20 - 2**10),
+    ):
+        job, measured = _job(FSDP2Config(), sizes=replace(sizes, owned=owned)), replace(measured, peak=activations)
+        plain, found = peak(_job(FSDP2Config(), sizes=sizes), 2, measured), peak(job, 2, measured)
+        assert found.get("stepped whole") == more
+        assert found["total"] == plain["total"] + (more or 0.0)  # type: ignore[operator]
     unknown = peak(_job(DDPConfig(), sizes=sizes), 4, MicroStep(batch=1, unknown="a reason"), prefetch=2)
     assert unknown["activations"] is unknown["total"] is None
 
@@ -236,6 +247,13 @@ def test_what_is_sent_by_hand() -> None:
     for sync, times in (("boundary", 1), ("every", 3)):
         found = sent(sharding_of(FSDP2Config(sync=sync, replicas=2)), 12, 8, 3, ranks=4)
         assert (found["reduce-scatter"], found["all-reduce"]) == (times * 48 / 2, 2 * 24 / 2)
+    # Of matrices of 8 elements a rank has 8 bytes: a gradient and a weight go to the owners, and a weight comes back.
+    found = sent(sharding_of(FSDP2Config()), 12, 8, 3, ranks=4, owned=8)
+    assert found["all-to-all"] == 3 * 8 * 3 / 4
+    window = Window(_job(FSDP2Config(), sizes=replace(SIZES, owned=(4_000_000,))), CLUSTER, 8).step()
+    plain = Window(_job(FSDP2Config()), CLUSTER, 8).step()
+    one = 7 * 20e-6 + 16e6 / 8 * 7 / 8 * 8 / 10e9
+    assert window.exposed - plain.exposed == pytest.approx(3 * one)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=str)

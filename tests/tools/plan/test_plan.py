@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distaccum.config.engine import engine_config
 from distaccum.config.extras import install_command
 from distaccum.config.schema import RunConfig
 from distaccum.data.spec import DataSpec
@@ -112,6 +113,11 @@ def test_the_state_of_several_optimizers_is_counted_by_what_each_steps() -> None
     assert [group.parameters for group in plan.groups_of(config)] == [rest, thin, matrices]
     expected = (8 * (rest + thin) + 4 * matrices) / (rest + thin + matrices)
     assert plan.moments_of(config) == pytest.approx(expected)
+    for engine, owned in (
+        ("fsdp2", (3 * 16**2, 16**2, 4 * 16**2, 4 * 16**2)),
+        ("zero1", ()),
+    ):  # fsdp2's shards are whole again on their owners
+        assert plan.job_of(replace(config, engine=engine_config(engine))).sizes.owned == owned
 
 
 CROSS_ENTROPY = {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"}

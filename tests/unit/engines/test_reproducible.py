@@ -109,9 +109,10 @@ def test_a_model_that_is_compiled_already_is_refused() -> None:
             prepared(nn.Sequential(compiled))
 
 
-def test_a_rule_of_whole_matrices_is_refused_on_shards() -> None:
-    with pytest.raises(ConfigError, match="Muon"):
-        Reproducible().check_optimizers([torch.optim.Muon([nn.Parameter(torch.ones(4, 4))])], FSDP2Config())
+def test_a_rule_of_whole_matrices_is_not_for_shards() -> None:
+    matrices = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    given = [SGD(matrices[:1], 0.1), torch.optim.Muon(matrices[1:])]
+    assert Reproducible().check_optimizers(given, FSDP2Config()) == {(1, 0)}
 
 
 def test_a_unit_is_a_micro_batch_and_a_norm_without_running_statistics_is_taken() -> None:
