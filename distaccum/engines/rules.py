@@ -72,7 +72,7 @@ def _tried(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Verd
             if found is None:
                 verdict = Verdict.UNKNOWN
                 continue
-            taken = [stepped(optimizer, part, scale, seed=0) for part in parts]
+            taken = [stepped(optimizer, part, scale, seed=1) for part in parts]
             joined = list(map(torch.cat, zip(*(one for one in taken if one is not None), strict=True)))
             if any(one is None for one in taken) or not alike(found, joined):
                 return Verdict.COUPLED if repeats(optimizer, whole, scale, found) else Verdict.RANDOM
