@@ -146,12 +146,12 @@ def test_every_cell_of_the_matrix_proves_its_gradient(world: int) -> None:
 @pytest.mark.parametrize("world", engine_matrix.WORLDS)
 def test_every_window_of_every_cell_of_the_engines_is_proved(world: int) -> None:
     left = unproved(cells_said(engine_matrix.every_cell(), world), windows=4)
-    # In fp16 a difference of losses may drown in rounding, and then nothing is said of the gradient. Which cells these
-    # are hangs on the last bits of the losses, and so on the processor.
-    sixteen = [cell for cell in engine_matrix.every_cell() if (cell.engine, cell.precision) == ("deepspeed 3", "fp16")]
+    # In 16 bits a difference of losses may drown in rounding, and then nothing is said of the gradient. Which cells
+    # these are hangs on the last bits of the losses, and so on the processor.
+    sixteen = [c for c in engine_matrix.every_cell() if c.engine == "deepspeed 3" and c.precision in ("fp16", "bf16")]
     rough = [cell for cell in sixteen if cell in left]
     assert left.keys() <= set(rough), left
-    assert len(rough) <= len([cell for cell in sixteen if cell.world == world]) / 2
+    assert len(rough) <= len([cell for cell in sixteen if (cell.precision, cell.world) == ("fp16", world)]) / 2
     assert all("Error: " not in line for cell in rough for line in left[cell])
 
 
