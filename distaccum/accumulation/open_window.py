@@ -164,6 +164,8 @@ class OpenWindow:
         self._autocast.__exit__(None, None, None)
         self._micro_step.__exit__(kind, value, trace)
         self._random.end()
+        if self.proof is not None:
+            self.proof.records.relations.micro_step_ended()
         if self.phase is Phase.DROPPED:
             return
         if kind is not None:

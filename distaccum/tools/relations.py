@@ -101,6 +101,10 @@ class Relations:
         self._compared.after_forward(losses, self._counts or counts)
         self._labels.note(losses)
 
+    def micro_step_ended(self) -> None:
+        """Leaves modules that are not the model's alone, also after an error."""
+        self._others.forget()
+
     def forget(self) -> None:
         """Frees what was noted, and leaves the model alone."""
         for one in (self._weights, self._samples, self._apart, self._carried, self._others, self._compared):

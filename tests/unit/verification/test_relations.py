@@ -16,6 +16,7 @@ from torch.distributed.nn.functional import _AllGather
 
 from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
 from distaccum.errors import VerificationError
+from tests.support.accumulators import over_sgd
 from tests.support.threads import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # of fp16 on a CPU
@@ -378,8 +379,7 @@ def test_what_one_relation_tells_nothing_else_does(gloo_world: World, relation: 
 def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World) -> None:
     def run(verify: str) -> tuple[int, list[int], Tensor]:
         model, loss = Net(counts), Squares()
-        sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": WINDOW, "count": loss.count}
-        acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), **sizes, world=gloo_world, verify=verify)
+        acc = over_sgd(model, 0.05, (WINDOW, WINDOW), count=loss.count, world=gloo_world, verify=verify)
         for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
             acc.step(window, loss)
         return model.calls, model.seen, model.a.weight.detach()
@@ -456,6 +456,15 @@ def test_a_loop_that_trains_one_micro_batch_again_is_told(gloo_world: World) -> 
     assert train(gloo_world, Net(), truth(Net()), whole=False, again=True, verify_allow=["samples"]) > 1e-3
 
 
+def test_an_error_in_a_micro_step_leaves_no_hook_on_all_modules(gloo_world: World) -> None:
+    acc = over_sgd(Net(), 0.05, (WINDOW, 2), count=Squares().count, world=gloo_world)
+    window = iter(next(acc.windows(DataSpec(train=samples(), shuffle=False))))
+    next(window)
+    with pytest.raises(KeyError), acc.accumulate():
+        raise KeyError
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 def test_a_relation_that_is_broken_on_purpose_is_left_out(gloo_world: World) -> None:
     said = train(gloo_world, Net(), {}, whole=False, verify_allow=["teacher"])
     assert "verify_allow=['teacher']: no list of relations. Use some of [counts" in said
@@ -467,8 +476,7 @@ def test_an_autocast_in_the_loss_is_no_gradient_that_does_not_add_up(gloo_world:
             with torch.autocast("cpu", torch.bfloat16):
                 return (model(batch[0]).float() - batch[1]).square().sum()
 
-    sizes: Any = {"global_batch_size": WINDOW, "micro_batch_size": 2, "count": InBf16().count, "world": gloo_world}
-    acc = Accumulator(model := Net(), torch.optim.SGD(model.parameters(), lr=0.05), **sizes)
+    acc = over_sgd(Net(), 0.05, (WINDOW, 2), count=InBf16().count, world=gloo_world)
     for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
         acc.step(window, InBf16())
     assert acc.verified
