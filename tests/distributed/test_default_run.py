@@ -55,7 +55,7 @@ def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> Non
     settings = [
         "--config-dir",
         "mine",
-        "+experiment=tiny",
+        "experiment=tiny",
         "batch.global_size=4",
         "batch.micro_size=2",
         "metrics=jsonl",
@@ -79,6 +79,9 @@ def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> Non
     call("distaccum", "plan", "cluster.micro_step_ms=1", "hydra.run.dir=forecast")
     assert json.loads((tmp_path / "forecast" / "plan.json").read_text())["cluster"]["micro_step_ms"] == 1
     call("distaccum", "audit", "--help")
+    call("distaccum", "doctor", "--only", "software")
+    call("distaccum", "report", "one", "two", "-o", "both.html")
+    call("distaccum", "verify", "one")
     call("distaccum", "export", "one/checkpoints/step-3", "weights.safetensors")
     weights = tmp_path / "one" / "checkpoints" / "step-3" / "model.safetensors"
     assert load_file(tmp_path / "weights.safetensors").keys() == load_file(weights).keys()
