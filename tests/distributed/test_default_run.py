@@ -52,14 +52,7 @@ def test_the_wheel_elsewhere_trains_forecasts_and_exports(tmp_path: Path) -> Non
     group = tmp_path / "mine" / "experiment"
     group.mkdir(parents=True)
     (group / "tiny.yaml").write_text("# @package _global_\nmodel:\n  n_layer: 1\ntrainer:\n  max_steps: 3\n")
-    settings = [
-        "--config-dir",
-        "mine",
-        "experiment=tiny",
-        "batch.global_size=4",
-        "batch.micro_size=2",
-        "metrics=jsonl",
-    ]
+    settings = ["--config-dir", "mine", "experiment=tiny", "batch.global_size=4", "batch.micro_size=2", "metrics=jsonl"]
 
     def call(*command: str) -> None:
         program, *arguments = command
