@@ -13,7 +13,7 @@ from tests.support.answers import answer
 
 pytestmark = pytest.mark.slow
 
-LAUNCHED = {2: ("scalers", "matrix", "first windows", "endings"), 3: ("scalers", "matrix", "first windows")}
+LAUNCHED = {2: ("scalers", "matrix", "endings"), 3: ("scalers", "matrix")}
 Ranks = list[dict[str, Any]]
 
 classes = pytest.mark.parametrize(
@@ -75,24 +75,11 @@ def test_every_way_to_call_it_is_one_decision(world: int) -> None:
             assert seen == {"stepped": False, "scale": 8.0, "finite": True, "moved": True}, way
 
 
-def _name(case: Case) -> str:
-    fused = "+".join("fused" if on else "plain" for on in case.fused)
-    place = f"{case.value:g} in {case.branch}, micro-step {case.micro_step}, rank {case.rank}"
-    return f"level {case.level}, {case.precision}, {fused}, {place}, {case.scheduler} schedule"
-
-
-CASES = [(world, i, case) for world in LAUNCHED for i, case in enumerate(chosen_cases(world))]
-
-
-@pytest.mark.parametrize(
-    ("world", "i", "case"),
-    [
-        pytest.param(*where, id=f"{where[0]} ranks, {_name(where[2])}", marks=pytest.mark.heavy if where[0] > 2 else ())
-        for where in CASES
-    ],
-)
-def test_one_spoiled_value_skips_its_window_and_nothing_else(world: int, i: int, case: Case) -> None:
-    _check(_everyone(world, "matrix", i), case)
+@each_world
+def test_one_spoiled_value_skips_its_window_and_nothing_else(world: int) -> None:
+    assert len(chosen_cases(world)) >= 14
+    for i, case in enumerate(chosen_cases(world)):
+        _check(_everyone(world, "matrix", i), case)
 
 
 @pytest.mark.heavy
@@ -138,24 +125,14 @@ def _check(found: list[Any], case: Case) -> None:
     assert [rank["rates"][1] for rank in found] == [after_bad] * world
 
 
-@each_world
-def test_a_very_first_window_that_is_spoiled_leaves_no_state(world: int) -> None:
-    """What fused kernels would have made in it, they would have made of memory as they found it."""
-    for rank in _launched(world):
-        assert len(rank["first windows"]) >= 3
-        for found in rank["first windows"]:
-            assert found == {"applied": [False, True, True], "state made": 0, "as without it": True}
-
-
 @pytest.mark.fault(
     "the loss scale falls to its floor",
     group="numbers",
     does="stays there, and a good window trains; an alert on the console and in W&B",
     says="the loss scale has collapsed: it has fallen to its minimum, 4, at step ...",
 )
-@pytest.mark.parametrize("way", ["step, fused", "backward, plain"])
-def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains(way: str) -> None:
-    found = _everyone(2, "endings", f"200 overflows, {way}")
+def test_200_overflows_end_at_the_floor_and_a_good_window_still_trains() -> None:
+    found = _everyone(2, "endings", "200 overflows")
     for rank in found:
         assert rank["message"] == ""
         assert rank["applied"] == [0, 201, 202]
@@ -186,7 +163,7 @@ def _said_by_all(found: list[Any], *parts: str) -> None:
 def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
     by: str, says: Callable[[str], None]
 ) -> None:
-    found = _everyone(2, "endings", f"overflows by default, {by}")
+    found = _everyone(2, "endings", f"by default, {by}")
     says(found[0]["message"])
     for rank in found:  # one good window, 16 that take the scale from 2**16 to 1, and 10 more
         assert (rank["attempts"], rank["applied"]) == (27, [0])
@@ -204,16 +181,3 @@ def test_overflows_that_the_floor_does_not_end_end_the_run_on_all_ranks_alike(
     )
     if by == "step":  # the loss is known, so the window can be looked into
         _said_by_all(found, "It began on rank 1 in micro-batch 1 (samples 320, 321)")
-
-
-@pytest.mark.parametrize("by", ["step", "backward"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_where_no_scale_can_fall_the_first_one_stops_the_run_or_several_in_a_row(precision: str, by: str) -> None:
-    names = "of a.0.weight, a.0.bias, a.2.weight, a.2.bias"
-    stopped = _everyone(2, "endings", f"stop, {precision}, {by}")
-    assert [(rank["attempts"], rank["applied"]) for rank in stopped] == [(2, [0])] * 2
-    _said_by_all(stopped, "window 2 is NaN or infinite", names, "rank 0: 12, 13, 14, 15, 16, 17", "step 1")
-    skipped = _everyone(2, "endings", f"skip, {precision}, {by}")  # max_skips=4, and a good one between
-    assert [(rank["attempts"], rank["applied"]) for rank in skipped] == [(7, [0, 2])] * 2
-    _said_by_all(skipped, "window 7 is NaN or infinite (4 in a row", names, "step 2")
-    assert ("It began on rank 0 in micro-batch 2" in skipped[0]["message"]) == (by == "step")

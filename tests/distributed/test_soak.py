@@ -19,8 +19,9 @@ from distaccum.checkpoint.store import _seal
 from launch.soak.attempt import Attempt, SoakError
 from launch.soak.compare import Bounds, problems, read
 from launch.soak.injections import _quiet
-from launch.soak.run import SAVE_EVERY, STEPS, Run
-from launch.soak.schedule import COURSES
+from launch.soak.main import NotOursError, _options, run
+from launch.soak.run import SAVE_EVERY, STEPS, MountError, Run
+from launch.soak.schedule import COURSES, SAVE, Course, Fault, Round
 from tests.support.commands import ROOT, captured, environment
 
 LAST = f"checkpoints/step-{STEPS}"
@@ -124,27 +125,35 @@ def test_a_process_that_is_left_and_a_traceback_are_found(tmp_path: Path, monkey
             _quiet(attempt)
 
 
-def _soak(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.soak", f"out={out}", *arguments]
-    return captured(command, cwd=ROOT)
-
-
 @pytest.mark.slow
-def test_one_fault_of_it_deletes_nothing_that_it_has_not_made(tmp_path: Path) -> None:
+def test_one_fault_of_it_deletes_nothing_that_it_has_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a short run of one rank."""
     own = tmp_path / "own" / "thesis.txt"
     own.parent.mkdir()
     own.touch()
-    refused = _soak(own.parent)
-    assert (refused.returncode, own.exists()) == (2, True)
-    assert "holds what no soak has made; nothing is deleted" in refused.stdout
-    finished = _soak(tmp_path / "soak", "seed=15", "only=1")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "1 runs to their end: 1 bitwise as undisturbed" in finished.stdout
+    with pytest.raises(NotOursError, match="holds what no soak has made; nothing is deleted"):
+        run(_options([f"out={own.parent}"]))
+    assert own.exists()
+    course = Course(name="short", overrides=("trainer.max_steps=30",), worlds=(1,))
+    fault = Fault(number=1, kind="kill a rank", moment=SAVE, gap=3, draw=1)
+    monkeypatch.setitem(COURSES, "short", course)
+    monkeypatch.setattr("launch.soak.compare.STEPS", 30)
+    monkeypatch.setattr("launch.soak.main.schedule", lambda _: [Round(number=1, course=course, faults=(fault,))])
+    try:
+        code = run(_options([f"out={tmp_path / 'soak'}", "only=1"]))
+    except MountError:
+        pytest.skip("may not mount a tmpfs")
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "1 runs to their end: 1 bitwise as undisturbed" in said
 
 
 @pytest.mark.heavy
 def test_a_minute_of_it(tmp_path: Path) -> None:
-    finished = _soak(tmp_path / "soak", "seed=1", "minutes=1")
+    command = [sys.executable, "-m", "launch.soak", f"out={tmp_path / 'soak'}", "seed=1", "minutes=1"]
+    finished = captured(command, cwd=ROOT)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "Nothing lost." in finished.stdout
     entries = [json.loads(line) for line in (tmp_path / "soak" / "soak.jsonl").read_text().splitlines()]

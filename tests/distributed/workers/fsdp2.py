@@ -172,7 +172,7 @@ def exact(
     *,
     size: int = 12,
     micro: int = 2,
-    number: int = 41,
+    number: int = 29,
     clip_norm: float | None = None,
     clip_value: float | None = None,
     **options: Any,
@@ -416,7 +416,7 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def wire(world: World) -> dict[str, Any]:
     """Reduce-scatters and gathers of a full window, and their bytes, by sync and number formats."""
     found: dict[str, Any] = {}
-    micro_steps = 3
+    micro_steps = 2
     fp32, bf16 = PrecisionConfig(), PrecisionConfig(name="bf16")
     cases = {
         "fp32": (fp32, "compute"),
@@ -431,11 +431,10 @@ def wire(world: World) -> dict[str, Any]:
         for name, (precision, gather) in cases.items():
             make, size = partial(sgd, Model), world.size * micro_steps
             engine = replace(config, gather_dtype=gather, replicas=world.size if name == "replicas" else 1)
-            acc = accumulator(make, world, engine, size, 1, precision=precision)
+            acc = accumulator(make, world, engine, size, 1, precision=precision, verify="never")
             loss = Squares()
-            windows = acc.windows(source_of(samples(3 * size)))
-            for window in islice(windows, 2):
-                acc.step(window, loss)
+            windows = acc.windows(source_of(samples(2 * size)))
+            acc.step(next(windows), loss)
             with Collectives() as collectives:
                 acc.step(next(windows), loss)
             assert isinstance(acc.engine, FSDP2Engine)

@@ -115,10 +115,11 @@ def test_a_skipped_window_moves_the_data_on_and_nothing_else(gloo_world: World, 
     assert all(weight.isfinite().all() for weight in weights(acc))
 
 
-def test_the_rest_equals_a_run_that_never_saw_the_window(gloo_world: World) -> None:
-    spoiled, clean = _data({2}), _data(set())
+@pytest.mark.parametrize("bad", [0, 2])  # the first one too, in which optimizers would make their state
+def test_the_rest_equals_a_run_that_never_saw_the_window(gloo_world: World, bad: int) -> None:
+    spoiled, clean = _data({bad}), _data(set())
     runs = []
-    for data in (spoiled, clean[: 2 * SIZE] + clean[3 * SIZE :]):
+    for data in (spoiled, clean[: bad * SIZE] + clean[(bad + 1) * SIZE :]):
         acc = _accumulator(gloo_world, nonfinite="skip")
         _run(acc, data)
         runs.append(weights(acc))
