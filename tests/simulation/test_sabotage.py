@@ -15,9 +15,8 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import files, store
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
-from distaccum.train import run
+from distaccum.tools import record_file
 from distaccum.train.loop import Loop
-from distaccum.train.metrics import loggers
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.owner import Owner
 from distaccum.train.parts.records import Records
@@ -105,6 +104,7 @@ def _removes_in_place(patch: pytest.MonkeyPatch) -> None:
 
 def _asks_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Owner, "require", lambda _: None)
+    patch.setattr(record_file.RecordFile, "_token", lambda _: "")  # which asks where the records were replaced
 
 
 def _takes_over_from_the_living(patch: pytest.MonkeyPatch) -> None:
@@ -133,11 +133,11 @@ def _done_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_rewinds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(run, "rewind_jsonl", lambda *_, **__: None)
+    patch.setattr(record_file, "rewind", lambda *_, **__: None)
 
 
 def _says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loggers._log, "warning", lambda *_: None)
+    patch.setattr(record_file._log, "warning", lambda *_: None)
 
 
 def _begins_at_zero(patch: pytest.MonkeyPatch) -> None:
