@@ -189,24 +189,20 @@ class OpenWindow:
         casts = torch.is_autocast_enabled(kind)  # it covers forward and loss; a context of the user's may lie in ours
         torch.set_autocast_enabled(kind, False)
         try:
-            self._backward(loss, count)
+            known = self.plain.counts
+            counts = self._known_counts(count) if known else self._provisional_counts(count)
+            own_counts = self._current.counts if known and self._current else None
+            if own_counts is None and count is not None and not isinstance(count, Tensor):  # a device's is not read
+                own_counts = as_counts(count)
+            if self.proof is not None:
+                self._engine.activity.phase = activity.Phase.BACKWARD
+                self.proof.before_backward(loss, self.provisional_count, count)
+            factor = self._engine.facts.gradient_divide_factor
+            backward(self._engine, normalize_loss(loss, counts, factor, own_counts=own_counts), last=self._left == 1)
+            self._sums.add(loss)
         finally:
             torch.set_autocast_enabled(kind, casts)
         self.phase = Phase.BACKWARD
-
-    def _backward(self, loss: LossSum, count: float | Tensor | Counts | None) -> None:
-        known = self.plain.counts
-        counts = self._known_counts(count) if known else self._provisional_counts(count)
-        own_counts = self._current.counts if known and self._current else None
-        if own_counts is None and count is not None and not isinstance(count, Tensor):  # one on a device is not read
-            own_counts = as_counts(count)
-        factor = self._engine.facts.gradient_divide_factor
-        if self.proof is not None:
-            self._engine.activity.phase = activity.Phase.BACKWARD
-            self.proof.before_backward(loss, self.provisional_count, count)
-        total = normalize_loss(loss, counts, factor, own_counts=own_counts)
-        backward(self._engine, total, last=self._left == 1)
-        self._sums.add(loss)
 
     def expect(self, phase: Phase, what: str, remedy: str) -> None:
         """Raises MisuseError unless the window is in ``phase``."""

@@ -494,7 +494,7 @@ class MicroBatchIds:
             return iter(())
         # an order that is computed position by position costs nearly as much for one as for a window's
         ids, ends = self.of(epoch, np.concatenate(positions)), accumulate(map(len, positions))
-        return (ids[end - len(own) : end] for own, end in zip(positions, ends, strict=True))
+        return iter([ids[end - len(own) : end] for own, end in zip(positions, ends, strict=True)])
 
     def of(self, epoch: int, positions: Ids | range) -> list[int]:
         """The ids at these positions in an epoch's order."""
