@@ -2,9 +2,10 @@
 
 A fresh interpreter spends four to five seconds on imports, and torchrun as much again, so most of a test of two ranks
 would be imports. :class:`Forks` is the side of the tests. The other side is this file run as a program: a server that
-reads one request a line, forks one process a rank, and reports each rank's end. A rank is a process of its own, with a
-launcher's environment variables. It ends as an interpreter does, by joining threads and calling exit handlers, but for
-the teardown of modules: that copies all memory that the ranks share with the server, a third of a second each.
+reads one request a line, forks one process a rank, and reports each rank's end. It is one for all workers of a test
+run: it forks a process for each that connects. A rank is a process of its own, with a launcher's environment variables.
+It ends as an interpreter does, by joining threads and calling exit handlers, but for the teardown of modules: that
+copies all memory that the ranks share with the server, a third of a second each.
 
 What torchrun itself does (its own exit code and report, restarts, signals to its workers) is not imitated beyond one
 rule: when a rank fails, the others get SIGTERM. Tests of the launcher start the real one.
@@ -18,10 +19,13 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,14 +50,39 @@ _NAMED_IN_A_RUN = (
     "torch.profiler._cupti_monitor",
 )
 # Libraries read these while they are imported, so that a server serves only requests with the same values.
-_READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
+_READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LD_PRELOAD")
+
+
+class _Server:
+    """A connection to a server: the process that serves it, ``pid``, and what goes to and fro."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self.stream = link.makefile("rw")
+        (self.pid,) = self.answer()
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        self.stream.write(json.dumps(request) + "\n")
+        self.stream.flush()
+
+    def answer(self) -> list[int]:
+        line = self.stream.readline()
+        if not line:
+            raise RuntimeError("the server that forks ranks has ended")
+        found: list[int] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        self.stream.close()
+        self._link.close()
 
 
 class Forks:
-    """The servers and requests to them. A server is started by its first request and ends with this process."""
+    """The servers and requests to them. A server is started by its first request, and ends with who has started it."""
 
     def __init__(self) -> None:
-        self._servers: dict[tuple[str | None, ...], subprocess.Popen[str]] = {}
+        self._servers: dict[tuple[str | None, ...], _Server] = {}
+        self._started: list[subprocess.Popen[str]] = []
 
     def run(
         self,
@@ -80,7 +109,6 @@ class Forks:
             the exit code of the first rank that failed, or 0; the output of all ranks together.
         """
         server = self._server(warm, environment)
-        assert server.stdin is not None
         with TemporaryDirectory() as folder, _Launcher(world) as launcher:
             out, error = Path(folder, "out"), Path(folder, "error")
             request = {
@@ -91,28 +119,51 @@ class Forks:
                 "out": str(out),
                 "error": str(error),
             }
-            server.stdin.write(json.dumps(request) + "\n")
-            server.stdin.flush()
+            server.ask(request)
             code = _await_ranks(server, timeout, grace)
             return subprocess.CompletedProcess(arguments, code, out.read_text(), error.read_text())
 
     def close(self) -> None:
         for server in self._servers.values():
-            server.communicate()
+            server.close()
+        for process in self._started:
+            process.communicate()
 
-    def _server(self, warm: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _server(self, warm: str, environment: Mapping[str, str]) -> _Server:
         key = (warm, *(environment.get(name) for name in _READ_AT_IMPORT))
-        server = self._servers.get(key)
-        if server is None or server.poll() is not None:
-            server = self._servers[key] = subprocess.Popen(
-                [sys.executable, __file__, warm],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=dict(environment) | {"PYTHONPATH": str(ROOT)},
-            )
+        if key not in self._servers:
+            run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}-{id(self)}")
+            name = f"forks-{run}-{zlib.crc32(repr(key).encode())}"
+            self._servers[key] = _connected(name) or self._start(name, warm, environment)
+        return self._servers[key]
+
+    def _start(self, name: str, warm: str, environment: Mapping[str, str]) -> _Server:
+        """Another worker of the run may do so at the same time: whose server has the name first goes on."""
+        process = subprocess.Popen(
+            [sys.executable, __file__, warm, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=dict(environment) | {"PYTHONPATH": str(ROOT)},
+        )
+        self._started.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()
+        server = _connected(name)
+        assert server is not None, f"the server that forks ranks ended with {process.wait()}"
         return server
+
+
+def _connected(name: str) -> _Server | None:
+    """To the server of this name, if there is one."""
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.connect(f"\0{name}")
+    except ConnectionRefusedError:
+        link.close()
+        return None
+    return _Server(link)
 
 
 class _Launcher:
@@ -149,15 +200,15 @@ class _Launcher:
         }
 
 
-def _await_ranks(server: subprocess.Popen[str], timeout: float, grace: float) -> int:
+def _await_ranks(server: _Server, timeout: float, grace: float) -> int:
     """Waits for every rank; when one fails the others get SIGTERM, and SIGKILL after a grace."""
-    left: set[int] = set(_answer(server))
+    left: set[int] = set(server.answer())
     timers = [threading.Timer(timeout, _signal, (left, signal.SIGKILL))]
     timers[0].start()
     failed = 0
     try:
         while left:
-            pid, code = _answer(server)
+            pid, code = server.answer()
             left.discard(pid)
             if code and not failed:
                 failed = code
@@ -168,15 +219,6 @@ def _await_ranks(server: subprocess.Popen[str], timeout: float, grace: float) ->
         for timer in timers:
             timer.cancel()
     return failed
-
-
-def _answer(server: subprocess.Popen[str]) -> list[int]:
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    if not line:
-        raise RuntimeError(f"the server that forks ranks ended with {server.wait()}")
-    found: list[int] = json.loads(line)
-    return found
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:
@@ -273,13 +315,29 @@ def _become(request: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     os._exit(code)
 
 
-def _serve(answers: int) -> Mapping[str, Any] | None:
-    """Forks the ranks of each request. Returns in a rank with what it is to run, in the server when the pipe closes."""
+def _accept(listening: socket.socket) -> Mapping[str, Any] | None:
+    """Forks a process for each that connects. Returns in a rank with what it is to run, elsewhere at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        ready, _, _ = select.select([listening, 0], [], [])
+        if 0 in ready:  # who has started this server has ended
+            return None
+        link, _ = listening.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listening.close()
+            return _serve(link)
+        link.close()
+
+
+def _serve(link: socket.socket) -> Mapping[str, Any] | None:
+    """Forks the ranks of each request. Returns in a rank with what it is to run, else when nobody asks any more."""
 
     def answer(value: object) -> None:
-        os.write(answers, f"{json.dumps(value)}\n".encode())
+        link.sendall(f"{json.dumps(value)}\n".encode())
 
-    for line in sys.stdin:
+    answer([os.getpid()])
+    for line in link.makefile():
         request = json.loads(line)
         for name in request["imports"]:
             with suppress(ImportError):  # the script says so again where it needs it
@@ -289,6 +347,7 @@ def _serve(answers: int) -> Mapping[str, Any] | None:
         for environment in request["environments"]:
             pid = os.fork()
             if pid == 0:
+                os.close(link.fileno())
                 return request | {"environment": environment}
             pids.append(pid)
         answer(pids)
@@ -299,16 +358,21 @@ def _serve(answers: int) -> Mapping[str, Any] | None:
 
 
 def main() -> None:
-    """The server. Its answers have a pipe of their own: what imports print would not be understood as one."""
-    answers = os.dup(1)
+    """The server, which has its name before it imports anything."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(f"\0{sys.argv[2]}")
+    except OSError:  # another worker's has it
+        return
+    listening.listen()
+    print("listens", flush=True)
     os.dup2(2, 1)
     WARM[sys.argv[1]]()
     sys.path.remove(str(ROOT))  # the server's own PYTHONPATH
     gc.collect()
     gc.freeze()  # a rank's collector would touch, and so copy, everything that was imported
-    request = _serve(answers)
+    request = _accept(listening)
     if request is not None:
-        os.close(answers)
         _become(request, request["environment"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -21,7 +20,7 @@ from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
 from distaccum.errors import BatchStatisticsWarning, ConfigError, DataError, MisuseError
-from tests.support.accumulators import Loss, weights
+from tests.support.accumulators import Loss, over_sgd, weights
 
 DATA: Any = [torch.tensor([float(i), 1.0]) for i in range(10)]
 
@@ -293,12 +292,12 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
         _epoch(_make(gloo_world, global_batch_size=None)[0], DATA)
 
 
-def test_batch_normalisation_is_warned_of_once(gloo_world: World) -> None:
+def test_batch_normalisation_is_warned_of_once_and_a_frozen_one_is_not(gloo_world: World) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(BatchStatisticsWarning, match=r"1 and 1 more: batch normalisation .*SyncBatchNorm") as caught:
-        Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
+        over_sgd(model, 0.1, (4, 2), world=gloo_world)
     assert len(caught) == 1
+    over_sgd(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval()), 0.1, (4, 2), world=gloo_world)  # or it raises
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5])
@@ -430,15 +429,6 @@ def test_a_stop_ends_with_the_state_that_is_taken_up(gloo_world: World) -> None:
     assert acc.progress.step == 3
 
 
-def test_frozen_batch_normalisation_is_not_warned_of(gloo_world: World) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Accumulator(model, optimizer, global_batch_size=4, micro_batch_size=2, world=gloo_world)
-    assert not caught
-
-
 class _Raises(WindowHook):
     """Raises KeyError at an event, the second time."""
 
@@ -538,11 +528,12 @@ def test_a_loop_goes_on_after_a_window_that_it_has_had_verified_alone(gloo_world
     assert acc.verified
 
 
-def test_a_count_may_be_an_empty_container(gloo_world: World) -> None:
-    class Remembers(dict[int, int]):
-        def __call__(self, batch: Tensor) -> int:
-            return 0 if batch[0, 0] >= 8 else len(batch)
+class Remembers(dict[int, int]):
+    def __call__(self, batch: Tensor) -> int:
+        return 0 if batch[0, 0] >= 8 else len(batch)
 
+
+def test_a_count_may_be_an_empty_container(gloo_world: World) -> None:
     acc, _ = _make(gloo_world, count=Remembers())
     for window in acc.windows(DATA):
         acc.step(window, _loss)
@@ -550,10 +541,6 @@ def test_a_count_may_be_an_empty_container(gloo_world: World) -> None:
 
 
 def test_on_one_rank_a_learned_tensor_beside_the_model_is_exact_whatever_counts(gloo_world: World) -> None:
-    class Remembers(dict[int, int]):
-        def __call__(self, batch: Tensor) -> int:
-            return len(batch)
-
     temperature = torch.ones((), requires_grad=True)
     beside = torch.optim.SGD([temperature], lr=0.1)
     acc, _ = _make(gloo_world, count=Remembers())
@@ -563,5 +550,5 @@ def test_on_one_rank_a_learned_tensor_beside_the_model_is_exact_whatever_counts(
                 acc.backward(_loss(acc.model, micro.batch) * temperature)
         beside.step()
         beside.zero_grad()
-    assert acc.progress.step == 3
+    assert acc.progress.step == 2
     assert temperature.item() != 1.0

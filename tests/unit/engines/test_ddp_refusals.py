@@ -9,7 +9,7 @@ import copy
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -72,14 +72,21 @@ def _weights(model: nn.Module) -> Weights:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def _expected(model: nn.Module, data: Sequence[Tensor], order: Sequence[Sequence[int]], **settings: Any) -> Weights:
-    """A plain loop: the mean over each window's samples, one by one, as a micro-batch has one."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
+def _expected(
+    model: nn.Module,
+    data: Sequence[Tensor],
+    order: Sequence[Sequence[int]],
+    optimizer: torch.optim.Optimizer | None = None,
+    skipped: Collection[int] = (),
+) -> Weights:
+    """A plain loop: the mean over each window's samples, one by one, as a micro-batch has one; some add nothing."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     for numbers in order:
         optimizer.zero_grad()
-        sum(model(data[i].unsqueeze(0)).square().sum() for i in numbers).div(len(numbers)).backward()
+        losses = [model(data[i].unsqueeze(0)).square().sum() for i in numbers if i not in skipped]
+        sum(losses).div(len(numbers)).backward()
         optimizer.step()
-    return _weights(model)
+    return [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
 def _accumulator(model: nn.Module, world: World, engine: EngineConfig | str = "ddp", **settings: Any) -> Accumulator:
@@ -263,14 +270,7 @@ def test_a_loss_without_a_gradient_adds_nothing_or_is_refused() -> None:
         return _weights(model)
 
     skipped = {SHARES[0][0][0], SHARES[1][0][0]}
-    model = Plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    for numbers in ORDER:
-        optimizer.zero_grad()
-        kept = [i for i in numbers if i not in skipped]
-        sum(model(DATA[i : i + 1]).square().sum() for i in kept).div(len(numbers)).backward()
-        optimizer.step()
-    expected = _weights(model)
+    expected = _expected(Plain(), list(DATA), ORDER, skipped=skipped)
     _agree(run_ranks(2, partial(program, skipped=skipped)), expected)
     _agree(run_ranks(2, partial(program, skipped=skipped, find_unused_parameters=True)), expected)
     _refused(run_ranks(2, partial(program, skipped={BOUNDARIES[0]})), "rank 0: .* depends on no trained parameter")
@@ -568,10 +568,7 @@ def test_sparse_embeddings_complex_and_small_integers_are_exact(config: type[DDP
             model, optimizer, global_batch_size=5, micro_batch_size=1, count=len, world=world, engine=config()
         )
         assert model.table.sparse
-        for window in acc.windows(numbers):
-            for micro in window:
-                with acc.accumulate():
-                    acc.backward(acc.model(micro.batch).square().sum())
+        _train(acc, numbers)
         assert model.steps.tolist() == [0, 1, 2, 3]
         assert model.short.item() == 3
         assert model.frozen.float().tolist() == [1, 1]
@@ -579,11 +576,7 @@ def test_sparse_embeddings_complex_and_small_integers_are_exact(config: type[DDP
 
     model = Odd()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    for window in ORDER:
-        optimizer.zero_grad()
-        sum(model(numbers[i]).square().sum() for i in window).div(len(window)).backward()
-        optimizer.step()
-    _agree(run_ranks(2, program), [p.detach() for p in model.parameters() if p.requires_grad])
+    _agree(run_ranks(2, program), _expected(model, numbers, ORDER, optimizer))
 
 
 def test_copies_of_an_owned_model_and_optimizer_are_the_users_own(gloo_world: World) -> None:
@@ -632,10 +625,7 @@ def test_a_closed_engine_gives_everything_back(config: Callable[[], EngineConfig
         assert [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks or {}).values()] == [_looks]
         with pytest.raises(MisuseError, match="a window after close"):
             acc.engine.begin_window(1)
-        for numbers in ORDER:
-            optimizer.zero_grad()
-            sum(model(DATA[i : i + 1]).square().sum() for i in numbers).div(len(numbers)).backward()
-            optimizer.step()
+        _expected(model, list(DATA), ORDER, optimizer)
         return _train(Accumulator(model, optimizer, world=world, engine=config(), **sizes), list(DATA))
 
     _agree(run_ranks(2, program), _expected(Plain(), list(DATA), [*ORDER, *ORDER, *ORDER]))
