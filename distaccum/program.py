@@ -108,6 +108,8 @@ UTILIZATION = "distaccum.tools.flops:build_utilization"
 """What tells TFLOP/s and MFU of a run's components, or None."""
 ENVIRONMENT = "distaccum.tools.environment:note_environment"
 """Adds this process to what the run ran on."""
+ACCELERATORS, OWN_DEVICE = (f"distaccum.tools.accelerators:{name}" for name in ("accelerators", "own_device"))
+"""The machine's accelerators, type and number; makes one this process's, and says what its group is opened with."""
 NOTE_START, CRASH_LOOP = (f"distaccum.tools.restarts:{name}" for name in ("note_start", "refuse_crash_loop"))
 """Notes a start in a run directory; refuses one after three that a machine has started in a row and that failed."""
 TENSORBOARD = "distaccum.tools.tensorboard:TensorBoardLogger"

@@ -175,7 +175,7 @@ class LoaderFactory:
     @property
     def _device(self) -> str:
         device = self._world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        name = device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
         return f"{self._world.size} x {name}"
 
 

@@ -78,8 +78,8 @@ class Restarting:
             except Exception as error:
                 said = self._said(error, plan, loss)
             gc.collect()  # outside of the handler: the error's frames hold what the forward has made
-            if engine.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if engine.device.type != "cpu":
+                torch.get_device_module(engine.device).empty_cache()
             if engine.restart is Restart.TOO_LATE:
                 return self._give_up(plan, said)
             self._mark(plan, loss, said)

@@ -413,7 +413,7 @@ def torch_loader(
         multiprocessing_context=workers.multiprocessing_context,
         timeout=workers.timeout,
         prefetch_factor=workers.prefetch_factor,
-        pin_memory=world.device.type == "cuda" and workers.pin_memory is not False,
+        pin_memory=world.device.type != "cpu" and workers.pin_memory is not False,
         generator=generator,
     )
 

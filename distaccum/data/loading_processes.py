@@ -408,8 +408,8 @@ class WaitClock:
     def __init__(
         self, device: torch.device, *, clock: Callable[[], float] = perf_counter, event: Callable[[], Any] | None = None
     ) -> None:
-        if event is None and device.type == "cuda":
-            event = partial(torch.cuda.Event, enable_timing=True)
+        if event is None and device.type != "cpu":
+            event = partial(torch.get_device_module(device).Event, enable_timing=True)
         self._clock, self._event = clock, event
         self._began = 0.0
         self._queued: Any = None

@@ -20,7 +20,7 @@ def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Itera
 
     On a GPU the copies run on a separate stream, concurrently with the compute; the host does not wait for them.
     """
-    move = _on_copy_stream(device) if device.type == "cuda" else partial(partial, to_device, device=device)
+    move = partial(partial, to_device, device=device) if device.type == "cpu" else _on_copy_stream(device)
     ahead: deque[Callable[[], Any]] = deque()
     for batch in batches:
         ahead.append(move(batch))
@@ -32,19 +32,20 @@ def on_device(batches: Iterable[Any], device: torch.device, limit: int) -> Itera
 
 @cache
 def _on_copy_stream(device: torch.device) -> Callable[[Any], Callable[[], Any]]:
-    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+    own = torch.get_device_module(device)
+    copies = own.Stream(device)
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True) if _dense(tensor) else tensor
 
     def move(batch: Any) -> Callable[[], Any]:
         pinned = map_tensors(batch, _pinned)
-        with torch.cuda.stream(copies):
+        with own.stream(copies):
             moved = map_tensors(pinned, copy)
             arrived = copies.record_event()
 
         def use() -> Any:
-            compute = torch.cuda.current_stream(device)
+            compute = own.current_stream(device)
             compute.wait_event(arrived)
 
             def settle(tensor: Tensor) -> Tensor:

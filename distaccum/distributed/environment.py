@@ -18,11 +18,9 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from distaccum.errors import ConfigError, PeerError
 
-# A key prefix unique to one (re)start of the ranks, so that a restart never reads old keys.
-#
-# Torchrun keeps one store over its restarts (seen with torch 2.13), which still holds the keys of earlier ranks, and
-# each agent counts restarts for itself. So the ranks agree on a random name: each rank but 0 shows a fresh word, and
-# rank 0 answers to that word with the name.
+# A key prefix unique to one (re)start of the ranks, so that a restart never reads old keys: torchrun keeps one store
+# over its restarts (seen with torch 2.13), and each agent counts restarts for itself. So the ranks agree on a random
+# name: each rank but 0 shows a fresh word, and rank 0 answers to that word with the name.
 
 _log = logging.getLogger(__name__)
 
@@ -151,8 +149,9 @@ class LaunchEnvironment:
             ConfigError: the machine has more processes than GPUs, which NCCL cannot do; NCCL without a GPU; or there is
                 no such backend.
         """
-        gpu = self.gpu(torch.cuda.device_count() if torch.cuda.is_available() else 0, backend, key=key)
-        return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        kind, number = accelerators()
+        gpu = self.gpu(number, backend, key=key)
+        return torch.device(kind) if gpu is None else torch.device(kind, gpu)
 
     def gpu(self, gpus: int, backend: str = AUTO, *, key: str = "backend") -> int | None:
         """The number of this rank's GPU of a machine that has ``gpus``; None for the CPU. See :meth:`device`."""
@@ -215,6 +214,14 @@ def _refuse_tasks(environment: Mapping[str, str]) -> None:
             remedy = "Start one task a node with torchrun in it, as `srun --ntasks-per-node=1 torchrun ...` or "
             remedy += f"slurm/train.sbatch (docs/cluster.md), or unset {name} for one process"
             raise ConfigError(name, environment[name], problem, remedy)
+
+
+def accelerators() -> tuple[str, int]:
+    """The type of this machine's accelerators, ``cpu`` without one, and how many this process sees."""
+    from distaccum.program import ACCELERATORS, load  # noqa: PLC0415  where a world is made
+
+    found: tuple[str, int] = load(ACCELERATORS)()
+    return found
 
 
 def check_backend(backend: str, device_type: str, *, key: str = "backend") -> None:

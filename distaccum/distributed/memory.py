@@ -135,7 +135,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, world: World) -> ResourceError:
     """What was done, and what needs less memory."""
-    device, place = world.device.type == "cuda" and "cuda" in str(error).lower(), world.activity.now()
+    of_device = isinstance(error, torch.OutOfMemoryError) or "cuda" in str(error).lower()
+    device, place = world.device.type != "cpu" and of_device, world.activity.now()
     micro = f", micro-batch {place.done + 1} of this rank" if place.phase in _OF_A_MICRO_BATCH else ""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     host = "" if device else ", or lower trainer.num_workers: this is the host's memory"

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,29 +15,30 @@ import torch
 from torch import Tensor
 
 _BITS_64 = 2**64 - 1
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RNGState:
     """The states of torch's, NumPy's and Python's global generators.
 
-    ``cuda`` is the state of the generator of ``device``, and None where that is no GPU.
+    ``gpu`` is the state of the generator of ``device``, and None where that is no GPU.
     """
 
     python: tuple[Any, ...]
     numpy: Any
     cpu: Tensor
-    cuda: Tensor | None = None
-    device: torch.device | None = None
+    gpu: Tensor | None = None
+    device: torch.device = _HOST
 
     @classmethod
-    def capture(cls, device: torch.device | None = None) -> RNGState:
+    def capture(cls, device: torch.device = _HOST) -> RNGState:
         """The current states of the host's generators and, where ``device`` is a GPU, of the generator there."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),  # noqa: NPY002  users' code may draw from NumPy's global generator
             cpu=torch.get_rng_state(),
-            cuda=torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None,
+            gpu=torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None,
             device=device,
         )
 
@@ -45,15 +47,16 @@ class RNGState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            assert self.device is not None
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.gpu is not None:
+            torch.get_device_module(self.device).set_rng_state(self.gpu, self.device)
 
     def to_json(self) -> dict[str, Any]:
         """The states as values that JSON can hold; torch's are bytes in base64."""
         version, numbers, gauss = self.python
         kind, keys, position, has_gauss, cached = self.numpy
-        generators = {"cpu": self.cpu} | ({"cuda": self.cuda} if self.cuda is not None else {})
+        generators = {"cpu": self.cpu}
+        if self.gpu is not None:
+            generators[self.device.type] = self.gpu
         return {
             "python": [version, list(numbers), gauss],
             "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
@@ -61,7 +64,7 @@ class RNGState:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any], device: torch.device | None = None) -> RNGState:
+    def from_json(cls, values: dict[str, Any], device: torch.device = _HOST) -> RNGState:
         """The states that :meth:`to_json` wrote; the one of a GPU is for ``device``, and ignored where that is none."""
         version, numbers, gauss = values["python"]
         kind, keys, *rest = values["numpy"]
@@ -73,9 +76,15 @@ class RNGState:
             python=(version, tuple(numbers), gauss),
             numpy=(kind, np.array(keys, dtype=np.uint32), *rest),
             cpu=generators["cpu"],
-            cuda=generators.get("cuda") if device is not None and device.type == "cuda" else None,
+            gpu=generators.get(device.type) if device.type != "cpu" else None,
             device=device,
         )
+
+
+def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Within it torch's generators of the host and of these devices draw what is drawn again afterwards."""
+    own = sorted({device for device in devices if device.type not in ("cpu", "meta")}, key=str)
+    return torch.random.fork_rng(devices=own, device_type=own[0].type if own else "cuda")
 
 
 class OtherGenerators:
@@ -133,7 +142,7 @@ class KeyedRandom:
         self._key = 0
         self._others: OtherGenerators | None = None
         self._cpu: Tensor | None = None  # the outer state, within a micro-step
-        self._cuda: Tensor | None = None
+        self._gpu: Tensor | None = None
 
     def keyed(self, keys: Sequence[int], i: int) -> KeyedRandom:
         """The context of the ``i``-th micro-step of a window with these ``keys``; without any it changes nothing."""
@@ -151,9 +160,9 @@ class KeyedRandom:
         """Seeds the generators; their states are kept until :meth:`end`."""
         self._cpu = torch.default_generator.get_state()
         torch.default_generator.manual_seed(key)
-        if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index or 0]
-            self._cuda = generator.get_state()
+        if self._device.type != "cpu":
+            generator = torch.get_device_module(self._device).default_generators[self._device.index or 0]
+            self._gpu = generator.get_state()
             generator.manual_seed(key)
         if self._seeds_others:
             self._others = OtherGenerators()
@@ -164,9 +173,9 @@ class KeyedRandom:
         if self._cpu is not None:
             torch.default_generator.set_state(self._cpu)
             self._cpu = None
-        if self._cuda is not None:
-            torch.cuda.default_generators[self._device.index or 0].set_state(self._cuda)
-            self._cuda = None
+        if self._gpu is not None:
+            torch.get_device_module(self._device).default_generators[self._device.index or 0].set_state(self._gpu)
+            self._gpu = None
         if self._others is not None:
             self._others.restore()
             self._others = None

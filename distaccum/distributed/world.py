@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, though not marked as exported
 
+from distaccum.distributed import environment
 from distaccum.distributed.activity import Activity
 from distaccum.distributed.environment import AUTO, GLOO, GROUP_TIMEOUT, LaunchEnvironment, check_backend, main_first
 from distaccum.errors import ConfigError
@@ -61,8 +62,8 @@ class World:
         ranks = LaunchEnvironment.from_environment()
         if dist.is_initialized():
             backend = _agreed(backend)
-        if dist.is_initialized() and not ranks.launched and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # chosen by whoever opened the group
+        if dist.is_initialized() and not ranks.launched and (kind := environment.accelerators()[0]) != "cpu":
+            device = torch.device(kind, torch.accelerator.current_device_index())  # chosen by whoever opened the group
         else:
             device = ranks.device(backend)
         if not dist.is_initialized():
@@ -170,13 +171,13 @@ def _serving() -> dict[str, str]:
 def _agreed(backend: str) -> str:
     """The backend of the open group for a GPU's tensors, which must be the one asked for."""
     serving = _serving()
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type, _ = environment.accelerators()
     check_backend(backend, device_type)
     there = serving.get(device_type, AUTO)
     if backend not in (AUTO, there):
         problem = f"and the process group that the program opened has {there} for {device_type} tensors"
         raise ConfigError("backend", backend, problem, f"Use backend=auto, or open it with backend={backend!r}")
-    return GLOO if there == GLOO and device_type == "cuda" else AUTO
+    return GLOO if there == GLOO and device_type != "cpu" else AUTO
 
 
 @contextmanager
@@ -206,10 +207,10 @@ def open_world(
     Raises:
         ConfigError: NCCL on a CPU, or there is no such backend.
     """
+    from distaccum.program import OWN_DEVICE, load  # noqa: PLC0415  where a world is made
+
     check_backend(backend, device.type)
-    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != GLOO else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # else NCCL and the random generators use the first GPU on every rank
+    backends = load(OWN_DEVICE)(device, backend)
     timeout = timeout or GROUP_TIMEOUT  # read here, so that a program can set another one for all that it opens
     dist.init_process_group(backends, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timeout)
     atexit.unregister(sleep)  # once a process

@@ -352,7 +352,7 @@ def _check_graphs(engine: EngineConfig, device: torch.device | None) -> None:
 
 def _check_compiler(device: torch.device) -> None:
     """Inductor's own question, which it otherwise asks in the first forward."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         from torch.utils._triton import has_triton  # noqa: PLC0415  with inductor alone
 
         if not has_triton():

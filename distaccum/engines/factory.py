@@ -220,7 +220,7 @@ def create(
         problem = f"the model was prepared for {context.world_size}"
         remedy = "Open the process group before the Trainer is made, or start with torchrun"
         raise ConfigError("world size", world.size, problem, remedy)
-    if world.device.type == "cuda" and world.backend == GLOO:
+    if world.device.type != "cpu" and world.backend == GLOO:
         refuse_gloo(context.engine, world.device, key="backend")
     from distaccum.program import ALIASES, load  # noqa: PLC0415  where an engine is made
 
@@ -265,7 +265,7 @@ def refuse_gloo(engine: EngineConfig, device: torch.device, *, key: str) -> None
     Raises:
         ConfigError: it is such an engine, on a GPU.
     """
-    fits = engine.over_gloo or device.type != "cuda"
+    fits = engine.over_gloo or device.type == "cpu"
     able = ", ".join(spec.config.name for spec in _SPECS if spec.config.over_gloo)
     problem = f"engine={engine.name} sends a GPU's tensors over NCCL alone"
     require(fits, key, GLOO, problem, f"Use one GPU a rank and {key}=nccl, or engine={able}")

@@ -76,8 +76,8 @@ def memory_by_part(engine: Engine) -> str:
         "optimizer state": sum(_bytes(entry.values()) for entry in states),
     }
     said = ", ".join(f"{name} {size_of(size)}" for name, size in sizes.items())
-    if engine.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(engine.device)
+    if engine.device.type != "cpu":
+        free, total = torch.get_device_module(engine.device).mem_get_info(engine.device)
         said += f"; {size_of(total - free)} of the card's {size_of(total)} are taken"
     return f"This rank holds: {said}"
 

@@ -25,12 +25,12 @@ class HostCopy:
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Any = None
         self._copy = numbers.detach()
-        if numbers.device.type == "cuda":
+        if numbers.device.type != "cpu":
             self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._copy.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            self._arrived = torch.get_device_module(numbers.device).Event()
             self._arrived.record()
 
     def read(self) -> Any:
@@ -44,7 +44,7 @@ class HostCopy:
 def from_host(numbers: Sequence[float], like: Tensor) -> Tensor:
     """The numbers in one dimension, of the type and on the device of ``like``; the host waits for none of its work."""
     made = torch.tensor(numbers, dtype=like.dtype)
-    return made.pin_memory().to(like.device, non_blocking=True) if like.device.type == "cuda" else made.to(like.device)
+    return made if like.device.type == "cpu" else made.pin_memory().to(like.device, non_blocking=True)
 
 
 # The blocks of a model: what is sharded, compiled or computed again one by one.
@@ -93,10 +93,9 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
             yield from child if isinstance(child, nn.ModuleList) else _listed(child)
 
 
-# Sharded and whole tensors: torch's ``DTensor``, sharded along dimension 0.
-#
-# ``torch.distributed.tensor`` takes as long to import as torch itself. Before something has imported it no tensor can
-# be a ``DTensor``, so these functions look for it among the loaded modules.
+# Sharded and whole tensors: torch's ``DTensor``, sharded along dimension 0. ``torch.distributed.tensor`` takes as long
+# to import as torch itself. Before something has imported it no tensor can be a ``DTensor``, so these functions look
+# for it among the loaded modules.
 
 _MODULE = "torch.distributed.tensor"
 

@@ -21,7 +21,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, Plan, SizeNames
 from distaccum.data.plan.stream import StreamPlan
 from distaccum.data.plan.units import VIRTUAL_RANKS, UnitAssignment, UnitPlan
-from distaccum.distributed.random import KeyedRandom
+from distaccum.distributed.random import KeyedRandom, fork_rng
 from distaccum.distributed.world import World
 from distaccum.engines.rules import step_values
 from distaccum.errors import ConfigError, MisuseError, shorten
@@ -183,7 +183,7 @@ class Reproducible(Numerics):
                 rows = list(torch.split(whole.to(device), 1))
                 given: list[list[list[Tensor]]] = [[[] for _ in optimizer.param_groups] for _ in range(2)]
                 given[0][number], given[1][number] = [whole.to(device)], rows
-                with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                with fork_rng([device]):
                     found, parts = (step_values(optimizer, one, 1.0, seed=0) for one in given)
                 if found is None or parts is None:
                     problem = f"the rule of {kind} cannot be tried on a part of a matrix, and {engine.name} steps parts"

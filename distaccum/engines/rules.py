@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.distributed.random import fork_rng
 from distaccum.engines.modules import as_real, full_tensor
 from distaccum.errors import ON_ALL_RANKS, ConfigError, MisuseError
 
@@ -65,8 +66,7 @@ def try_rule(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Ve
 
 def _tried(optimizer: Optimizer, whole: Pieces, parts: Sequence[Pieces]) -> Verdict:
     verdict = Verdict.ALONE
-    devices = {t.device.index or 0 for group in whole for t in group if t.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with fork_rng(t.device for group in whole for t in group):
         for scale in SCALES:
             found = stepped(optimizer, whole, scale, seed=0)
             if found is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.distributed.random import fork_rng
 from distaccum.distributed.world import World
 from distaccum.engines.modules import is_sharded, shard_over, tensors_in, to_local
 from distaccum.engines.rules import SCALES, alike, end_to_end, repeats, small, step_values, stepped, trial_copy
@@ -77,8 +78,7 @@ def _differs_on_shards(optimizer: Optimizer, world: World) -> bool:
         [shard_over(value, p) for value, p in zip(mine, group, strict=True)]
         for mine, group in zip(whole, kinds, strict=True)
     ]
-    devices = {value.device.index or 0 for mine in whole for value in mine if value.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with fork_rng(value.device for mine in whole for value in mine):
         for scale in SCALES:
             expected = stepped(optimizer, whole, scale, seed=0)
             if expected is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from distaccum.distributed.random import fork_rng
 from distaccum.distributed.world import World
 from distaccum.errors import MisuseError
 
@@ -427,9 +428,8 @@ class UnevenInputs:
     def _without_trace(self) -> Iterator[None]:
         self.replays = True
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]  # statistics: an input counts once
-        devices = [self._world.device] if self._world.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):
+            with fork_rng([self._world.device]):
                 yield
         finally:
             self.replays = False

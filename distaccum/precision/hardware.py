@@ -18,24 +18,26 @@ class Gpu:
     """What a policy asks of a GPU: native arithmetic, not emulation."""
 
     name: str
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
     bf16: bool
     tf32: bool
 
     def __str__(self) -> str:
-        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+        known = self.capability
+        return self.name if known is None else f"{self.name} (compute capability {known[0]}.{known[1]})"
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The facts of a CUDA or ROCm device; None for another one."""
-    if device.type != "cuda":
+    """The facts of a GPU; None for a CPU. Only CUDA and ROCm number what theirs can do."""
+    if device.type == "cpu":
         return None
-    with torch.cuda.device(device):  # the two questions are answered for the current one
+    own = torch.get_device_module(device)
+    with own.device(device):  # the two questions are answered for the current one
         return Gpu(
-            name=torch.cuda.get_device_name(device),
-            capability=torch.cuda.get_device_capability(device),
-            bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-            tf32=torch.cuda.is_tf32_supported(),
+            name=own.get_device_name(device),
+            capability=own.get_device_capability(device) if device.type == "cuda" else None,
+            bf16=own.is_bf16_supported(including_emulation=False),
+            tf32=own.is_tf32_supported(),
         )
 
 
@@ -86,6 +88,6 @@ def slowness(policy: PrecisionPolicy, gpu: Gpu | None) -> str | None:
         return None
     if gpu is None:
         return "precision=fp16: most CPUs have no fp16 arithmetic, and take about twice as long as in fp32. Use bf16"
-    if gpu.capability < _TENSOR_CORES:
+    if gpu.capability is not None and gpu.capability < _TENSOR_CORES:
         return f"precision=fp16: {gpu} has no tensor cores, so fp16 saves memory and no time. Use fp32 for speed"
     return None

@@ -75,7 +75,7 @@ class LossScaler(ShardedGradScaler):
         max_scale: float = _DEFAULT.max_scale,
         dynamic: bool = True,
     ) -> None:
-        if enabled and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        if enabled and torch.device(device).type != "cpu" and not torch.get_device_module(device).is_available():
             remedy = "Use cpu, or enabled=False for a scaler that does nothing"
             raise ConfigError("device", device, "there is no such device here", remedy)
         super().__init__(

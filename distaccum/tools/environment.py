@@ -74,7 +74,9 @@ def note_environment(
 
 
 def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    if device.type == "cpu":
+        return platform.processor() or platform.machine()
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -92,9 +92,9 @@ def _processes(options: argparse.Namespace) -> int:
         raise ConfigError("RANK", os.environ["RANK"], "a launcher has started this process", "Start it once, without")
     if number != _AUTO:
         return int(number)
-    from torch.cuda import device_count  # noqa: PLC0415
+    from distaccum.tools.accelerators import accelerators  # noqa: PLC0415  not for a help
 
-    return device_count() or 1
+    return accelerators()[1] or 1
 
 
 def stated_processes(option: str) -> str:

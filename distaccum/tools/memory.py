@@ -77,12 +77,13 @@ def memory_left(device: torch.device, *, sharing: int = 1) -> int | None:
         device: of this rank.
         sharing: ranks on this machine.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-        allowed = int(fraction * total) - torch.cuda.memory_allocated(device)
-        return max(0, min(free + cached, allowed))
+    if device.type != "cpu":
+        own = torch.get_device_module(device)
+        free, total = own.mem_get_info(device)
+        cached = own.memory_reserved(device) - own.memory_allocated(device)
+        fraction = getattr(own, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+        allowed = int(fraction * total) - own.memory_allocated(device)
+        return max(0, int(min(free + cached, allowed)))
     left = available()
     limits = [] if left is None else [left // sharing]
     return max(0, min(limits + _limits_of_process())) if limits or _limits_of_process() else None

@@ -93,13 +93,14 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> Any:
         """See :class:`Clock`."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        own = torch.get_device_module(self._device)
+        event = own.Event(enable_timing=True)
+        event.record(own.current_stream(self._device))
         return event
 
-    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+    def between(self, first: Any, second: Any) -> float:
         """See :class:`Clock`."""
         second.synchronize()
         return float(first.elapsed_time(second)) / 1e3
@@ -407,7 +408,7 @@ class Profiler(Part):
         assert self._timeline is not None
         self._left = False
         by_rank = self._world.all_gather_object(self._timeline.rows())
-        device = "device" if self._world.device.type == "cuda" else "host"
+        device = "host" if self._world.device.type == "cpu" else "device"
         communicates = self._engine.facts.forward_communicates
         table = PhaseTable(by_rank, first=self._first, forward_communicates=communicates, device=device)
         try:
@@ -455,7 +456,7 @@ class Profiler(Part):
             torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
         if self._config.nvtx:
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-        clock = DeviceClock(self._world.device) if self._world.device.type == "cuda" else HostClock()
+        clock = HostClock() if self._world.device.type == "cpu" else DeviceClock(self._world.device)
         self._timeline = Timeline(clock, self._show)
         self._world.activity.watch(self._timeline)
         self._engine.hooks.add(self._timeline)
@@ -468,8 +469,9 @@ class Profiler(Part):
         self._world.activity.watch(None)
         self._engine.hooks.remove(self._timeline)
         self._show("")
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)  # what was queued belongs to the last window
+        if self._world.device.type != "cpu":
+            own = torch.get_device_module(self._world.device)
+            own.synchronize(self._world.device)  # what was queued belongs to the last window
         if self._config.nvtx:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         if self._trace is not None:

@@ -71,7 +71,7 @@ class _Rehearsal:
     def __init__(self, engine: Engine, loss: Loss, batch_of: Callable[[int], Any]) -> None:
         self._engine, self._world, self._loss, self._batch_of = engine, engine.world, loss, batch_of
         self._shapes: dict[int, Shape] = {}
-        self._cuda = engine.device.type == "cuda"
+        self._gpu: Any = None if engine.device.type == "cpu" else torch.get_device_module(engine.device)
 
     def run(self, most: int, seconds: float) -> Rehearsal:
         began = perf_counter()
@@ -87,9 +87,9 @@ class _Rehearsal:
                 engine.zero_gradients()
                 for module, training in modes:
                     module.training = training
-        if self._cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(engine.device)
+        if self._gpu is not None:
+            self._gpu.empty_cache()
+            self._gpu.reset_peak_memory_stats(engine.device)
         shape = self._shapes[found.micro_size]
         if found.memory is not None:
             engine.memory_marks.prove(shape)
@@ -210,8 +210,8 @@ class _Rehearsal:
             error = type(problem)(*problem.args)  # without its frames, which hold what the forward has made
         if error is not None:
             self._engine.zero_gradients()
-            if self._cuda:
-                torch.cuda.empty_cache()
+            if self._gpu is not None:
+                self._gpu.empty_cache()
         memory, failed = self._world.all_reduce_max_host([own, error is not None])
         if failed and error is None:
             error = RuntimeError("another rank is out of memory")
@@ -219,12 +219,12 @@ class _Rehearsal:
 
     def _memory_of(self, batch: Any) -> int:
         device = self._engine.device
-        if self._cuda:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+        if self._gpu is not None:
+            self._gpu.synchronize(device)
+            self._gpu.reset_peak_memory_stats(device)
+            before = self._gpu.memory_allocated(device)
             self._run(batch)
-            return torch.cuda.max_memory_allocated(device) - before
+            return int(self._gpu.max_memory_allocated(device) - before)
         if self._engine.facts.forward_communicates:
             self._run(batch)
             return -1  # sharded parameters do not go through a dispatch mode of ours
@@ -234,8 +234,8 @@ class _Rehearsal:
         return live.peak
 
     def _wait(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self._engine.device)
+        if self._gpu is not None:
+            self._gpu.synchronize(self._engine.device)
 
     # --- times
 

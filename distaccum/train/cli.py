@@ -32,7 +32,7 @@ from distaccum.config.checks import AUTO, REPRODUCIBLE
 from distaccum.config.command_line import check_overrides, register_aliases, take_flag
 from distaccum.config.schema import RunConfig, as_typed, conf_dir, plain
 from distaccum.config.secrets import redact, values_of
-from distaccum.distributed.environment import LaunchEnvironment, main_first
+from distaccum.distributed.environment import LaunchEnvironment, accelerators, main_first
 from distaccum.distributed.signals import StopSignals, die_with_parent
 from distaccum.distributed.world import World, open_world
 from distaccum.engines.context import EngineBuilder
@@ -278,7 +278,7 @@ class _Jobs:
 def _with_rehearsal(config: dict[str, Any]) -> dict[str, Any]:
     """On GPUs the micro-batch is rehearsed where nobody states one."""
     fast = config.get("numerics") != REPRODUCIBLE
-    if config["batch"].get("micro_size") is None and fast and torch.cuda.is_available():
+    if config["batch"].get("micro_size") is None and fast and accelerators()[1]:
         config["batch"]["micro_size"] = AUTO
     return config
 

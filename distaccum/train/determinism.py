@@ -46,9 +46,9 @@ def threads(config: RunConfig, device: torch.device) -> int:
 def kernels(config: RunConfig, device: torch.device) -> dict[str, str]:
     """What a micro-batch's bits depend on beside the settings, by name."""
     name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"a CPU ({torch.backends.cpu.get_cpu_capability()})"
+        f"a CPU ({torch.backends.cpu.get_cpu_capability()})"
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_device_name(device)
     )
     return {"torch": torch.__version__, "device": name, "threads": str(threads(config, device))}
 

@@ -250,8 +250,8 @@ class Evaluation:
             yield found
             return
         # Outside of the handler: the error's frames hold what the forward has made.
-        if self._engine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._engine.device.type != "cpu":
+            torch.get_device_module(self._engine.device).empty_cache()
         if not self._adds_up:
             try:
                 pair, *apart = (forward(cut(batch, *span, rows))[0] for span in ((0, 2), (0, 1), (1, 2)))

@@ -96,8 +96,9 @@ def hardware_of(components: TrainingComponents, world: World) -> str:
     """What a measurement of memory and rate holds for; of all ranks' devices the first one's."""
     device = world.device
     name = f"{torch.get_num_threads()} threads of a CPU"
-    if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)}, {torch.cuda.mem_get_info(device)[1]} bytes"
+    if device.type != "cpu":
+        own = torch.get_device_module(device)
+        name = f"{own.get_device_name(device)}, {own.mem_get_info(device)[1]} bytes"
     config = components.config
     how = f"{config.engine.name}, {config.precision.name}, compile={config.compile.name}"
     return world.broadcast_str(f"{world.size} x {name}; {how}")

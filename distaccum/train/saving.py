@@ -33,7 +33,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pins = device, device.type == "cuda"
+        self._device, self._pins = device, device.type != "cpu"
         self._taken: list[Tensor] = []
         self._next = 0
 
@@ -61,7 +61,7 @@ class HostMemory:
     def wait(self) -> None:
         """Until the copies are there."""
         if self._pins:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
     def _take(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)

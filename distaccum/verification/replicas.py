@@ -47,7 +47,7 @@ class Replicas(WindowHook):
         """Windows between two checksums; known with the first window's count."""
         self._engine, self._stops = engine, stops
         self._world = world = engine.world
-        self._delay = 1 if world.device.type == "cuda" else 0  # windows
+        self._delay = 0 if world.device.type == "cpu" else 1  # windows
         self.saved: object = None
         """The last checkpoint that was compared before it was saved, for the messages; None: there is none."""
         self._slots = min(world.size, _MOST_SLOTS)

@@ -80,7 +80,7 @@ def _micro_step(engine: Engine, batch: Batch, *, sync: bool) -> None:
 
 
 @contextmanager
-def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nobody_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An error where the host waits for the GPU: torch sees copies and reads, but not a wait for an event."""
 
     def read(_: HostCopy) -> None:
@@ -88,11 +88,12 @@ def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patched:
         patched.setattr(HostCopy, "read", read)
-        torch.cuda.set_sync_debug_mode("error")
+        own = torch.get_device_module(world.device)
+        own.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            own.set_sync_debug_mode("default")
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")  # torch says so when it is switched on
@@ -115,8 +116,8 @@ def test_between_two_windows_nobody_waits(
     for _ in range(2):
         _micro_step(engine, batch, sync=False)
         _micro_step(engine, batch, sync=True)
-        torch.cuda.synchronize()
-        with _nobody_waits(monkeypatch):
+        torch.accelerator.synchronize()
+        with _nobody_waits(gpu_world, monkeypatch):
             engine.set_lr_factor(0.5)
             results.append(engine.step())
             with engine.micro_step(sync=False), engine.autocast():
@@ -136,13 +137,11 @@ def test_between_two_windows_nobody_waits(
     ],
     ids=str,
 )
-def test_the_loss_scale_moves_on_a_gpu_as_on_the_cpu(options: dict[str, Any]) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
+def test_the_loss_scale_moves_on_a_gpu_as_on_the_cpu(gpu_world: World, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     found = (torch.rand(300, generator=generator) < 0.2).float().tolist()
 
-    def run(device: str) -> tuple[list[float], dict[str, Any]]:
+    def run(device: torch.device) -> tuple[list[float], dict[str, Any]]:
         scaler = LossScaler(device, init_scale=2.0**10, growth_interval=3, max_scale=2.0**14, **options)
         scales = []
         for one in found:
@@ -150,13 +149,14 @@ def test_the_loss_scale_moves_on_a_gpu_as_on_the_cpu(options: dict[str, Any]) ->
             scales.append(scaler.current.item())
         return scales, scaler.state_dict()
 
-    assert run("cuda") == run("cpu")
+    assert run(gpu_world.device) == run(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 1.6e-2)])
 def test_gradients_are_those_of_fp64_to_within_the_format(gpu_world: World, precision: str, tolerance: float) -> None:
     """The window's gradient as a whole: the norm of the difference over the norm."""
-    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    own = torch.get_device_module(gpu_world.device)
+    if precision == "bf16" and not own.is_bf16_supported(including_emulation=False):
         pytest.skip("no bf16 arithmetic")
     model, samples = _model(gpu_world), _samples(2 * SAMPLES)
     exact = _model(gpu_world).double()

@@ -72,12 +72,10 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
     is_first = settings.node == 0 and not (port and is_served(host, port))
     alone = settings.nnodes == 1 and not settings.host
     started = start_store(port, alone=alone) if is_first else None  # it imports torch while this process does
-    import torch  # noqa: PLC0415  once the arguments are right
-
     from distaccum.elastic.agent.agent import Agent  # noqa: PLC0415  as torch
     from distaccum.elastic.agent.meeting import join, serve  # noqa: PLC0415  as torch
 
-    settings = replace(settings, nproc=settings.nproc or torch.cuda.device_count() or 2)
+    settings = replace(settings, nproc=settings.nproc or program.load(program.ACCELERATORS)()[1] or 2)
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(-(-len(os.sched_getaffinity(0)) // settings.nproc)))
     try:

@@ -177,7 +177,7 @@ class FSDP2Engine(Engine):
             cast_forward_inputs=False,  # autocast does
         )
         sixteen = self._policy.reduce_dtype if self._policy.reduce_dtype is not torch.float32 else None
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self._offloads else OffloadPolicy()
         fully_shard(
             unit,
             mesh=self._mesh,

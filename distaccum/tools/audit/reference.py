@@ -14,6 +14,7 @@ from distaccum.data.batches import map_tensors
 from distaccum.engines.modules import clean
 from distaccum.errors import MisuseError
 from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
+from distaccum.tools.accelerators import accelerators
 
 LossOfModel = Callable[[nn.Module, Any], LossSum]
 
@@ -51,7 +52,7 @@ class Reference:
     ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self.device = device if device.type == "cuda" else torch.device("cpu")
+        self.device = device if device.type == accelerators()[0] else torch.device("cpu")
         self.dtype = torch.float64
         self._model = _copied(model, weights, self.device)
         for name, module in self._model.named_modules():
@@ -213,7 +214,8 @@ def _replaced(function: Any) -> bool:
 
 def _generators(device: torch.device) -> list[Tensor]:
     """The states of the generators that a forward may draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def all_reduce(ranks: LaunchEnvironment, name: str) -> Look:
             found.tell(f"all-reduce of {size_of(count)}", f"{seconds(took)}, bus {rate(bits)}", value)
         if left_out := [count for count in SIZES if count not in measured]:
             found.tell("left out", f"{size_of(left_out[0])} and more: it would take longer than {_BUDGET_S:.0f} s")
-        if device.type == "cuda":
+        if device.type != "cpu":
             host = _sweep(world, torch.device("cpu"), SIZES[:1])[SIZES[0]]
             found.tell(
                 f"all-reduce of {size_of(SIZES[0])}, host", f"{seconds(host)} (gloo; the count of a window)", host
@@ -80,16 +80,16 @@ def _slowest(world: World, took: float) -> float:
 
 def _timed(tensor: torch.Tensor, device: torch.device, world: World) -> float:
     world.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
     tensor.fill_(1.0)
     began = perf_counter()
     if device.type == world.device.type:
         world.all_reduce_(tensor)
     else:
         torch.distributed.all_reduce(tensor, group=world.host_group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
     took = perf_counter() - began
     if tensor[-1].item() != world.size:
         raise RuntimeError(f"an all-reduce of ones gave {tensor[-1].item():g} on rank {world.rank}, not {world.size}")

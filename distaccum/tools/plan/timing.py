@@ -62,6 +62,6 @@ class LocalTimer:
         return median(self._updates) / MILLI
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
         return perf_counter()

@@ -242,7 +242,7 @@ class Status:
         first, last = (self._seen[0], self._seen[-1]) if self._seen else (None, None)
         loss = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         memory = memory_of(self._world.device).get("memory_bytes")
-        kind = "GPU" if self._world.device.type == "cuda" else "RSS"
+        kind = "RSS" if self._world.device.type == "cpu" else "GPU"
         room = [] if memory is None else [f"{kind} {size_of(memory)}"]
         if first is None or last is None or (seconds := last.trained_s - first.trained_s) < _LEAST_S:
             return [*loss, *room]

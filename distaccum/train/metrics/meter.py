@@ -75,8 +75,8 @@ class Meter:
     def restart(self, progress: Progress) -> None:
         """Restarts the interval, so that evaluation and saving count neither as training time nor in its memory."""
         self._began, self._waited, self._from = perf_counter(), 0.0, progress
-        if self._world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._world.device)
+        if self._world.device.type != "cpu":
+            torch.get_device_module(self._world.device).reset_peak_memory_stats(self._world.device)
 
     def measure(self, window: Window) -> None:
         """Counts the operations of a window that is about to be run, if they are wanted and not counted yet.
@@ -162,11 +162,12 @@ def memory_of(device: torch.device) -> dict[str, int]:
 
     Of a CPU the bytes of this process that are in memory now; empty where the system does not say so.
     """
-    if device.type == "cuda":
+    if device.type != "cpu":
+        own = torch.get_device_module(device)
         return {
-            "memory_bytes": torch.cuda.max_memory_allocated(device),
-            "memory_reserved_bytes": torch.cuda.max_memory_reserved(device),
-            "memory_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+            "memory_bytes": own.max_memory_allocated(device),
+            "memory_reserved_bytes": own.max_memory_reserved(device),
+            "memory_retries": own.memory_stats(device).get("num_alloc_retries", 0),
         }
     if not _PAGES.exists():
         return {}

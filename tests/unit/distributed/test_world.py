@@ -188,7 +188,7 @@ def test_a_gpus_state_is_left_out_where_there_is_none() -> None:
     values = RNGState.capture().to_json()
     values["torch"]["cuda"] = base64.b64encode(bytes(16)).decode()
     state = RNGState.from_json(values, torch.device("cpu"))
-    assert state.cuda is None
+    assert state.gpu is None
     state.restore()
 
 
