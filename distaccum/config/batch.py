@@ -49,6 +49,8 @@ class BatchConfig:
         schedule (list of mappings): Smaller global batches at the start of the run, before ``global_size``:
             ``[{global_size: 64, updates: 500}]``. Each has its ``global_size`` and its length in ``updates``,
             ``samples`` or ``tokens``.
+        noise: Log the [gradient noise scale](trainer.md#the-gradient-noise-scale), an estimate of the largest global
+            batch that saves steps.
         unit_size: With ``numerics=reproducible``: samples of a unit, the micro-batch that is the same on any number of
             ranks. null: ``micro_size``.
         virtual_ranks: With ``numerics=reproducible``: blocks in which a step is summed; the most ranks.
@@ -63,6 +65,7 @@ class BatchConfig:
     packing: str = "none"
     row_tokens: Optional[int] = None  # noqa: UP045
     schedule: list[Node] = field(default_factory=list)
+    noise: bool = False
     unit_size: Optional[int] = None  # noqa: UP045
     virtual_ranks: int = 32
 

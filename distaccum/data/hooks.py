@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,9 @@ from distaccum.data.window import Window
 
 class WindowHook:
     """Looks at windows. Every method does nothing here; every rank has the same hooks in the same order."""
+
+    metrics: Mapping[str, float] = {}
+    """What a record has of it, of the windows so far."""
 
     def outgoing(self, micro_batches: int, losses: int) -> list[float]:
         """This rank's numbers that ride in the one small all-reduce of a window's counts.
@@ -77,6 +80,11 @@ class Hooks:
 
     def _of(self, event: str) -> Any:
         return [getattr(hook, event) for hook in self._all if _has(hook, event)]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of all hooks."""
+        return {name: value for hook in self._all for name, value in hook.metrics.items()}
 
     def add(self, hook: WindowHook) -> None:
         """The last one from here on; between two windows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,11 @@ class GradientProbe:
         """What the user gave ``register_hook`` of a trained parameter: each micro-batch's gradient goes through it."""
         hooks: Mapping[int, Any] = parameter._backward_hooks or {}
         return [hook for hook in hooks.values() if not _is_of_a_library(hook)]
+
+    @property
+    def leaves(self) -> Iterable[Tensor]:
+        """What a backward gives gradients to, in the place of the trained parameters; after a forward."""
+        return trained(self._engine.unwrapped_model).values()
 
     @property
     def local_gradients(self) -> LocalGradients | None:

@@ -41,6 +41,7 @@ from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
 from distaccum.program import (
+    BESIDE,
     CRASH_LOOP,
     DESCRIBE,
     ENVIRONMENT,
@@ -519,7 +520,8 @@ def build_accumulator(components: TrainingComponents, world: World, *, verify: s
     engine = create(components.engine, components.model, components.optimizers, world)
     if engine.compiled is not None:
         engine.compiled.add_loss(components.loss)
-    return Accumulator.of_engine(engine, components.optimizers, settings)
+    accumulator: Accumulator = load(BESIDE)(components, Accumulator.of_engine(engine, components.optimizers, settings))
+    return accumulator
 
 
 def _seed(seed: int) -> None:

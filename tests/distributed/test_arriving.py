@@ -19,7 +19,7 @@ slow, heavy = pytest.mark.slow, pytest.mark.heavy
         pytest.param(2, "deepspeed", ["deepspeed"], marks=slow),
         pytest.param(1, "distaccum", ["ddp", "zero1", "fsdp2"], marks=heavy),
         pytest.param(4, "distaccum", ["ddp", "zero1", "fsdp2"], marks=heavy),
-        pytest.param(3, "deepspeed", ["deepspeed", "deepspeed 3"], marks=heavy),
+        *(pytest.param(ranks, "deepspeed", ["deepspeed", "deepspeed 3"], marks=heavy) for ranks in (1, 3, 4)),
     ],
 )
 def test_a_window_is_all_that_came(world: int, warm: str, engines: list[str]) -> None:
@@ -28,6 +28,7 @@ def test_a_window_is_all_that_came(world: int, warm: str, engines: list[str]) ->
     rollouts = ROLLOUTS - 1 - (world == 1)  # one counts nothing, and of one rank another is empty
     for training in found["trainings"]:
         assert training["off"] <= TOLERANCE, training
+        assert training["noise"] == pytest.approx([1.0] * len(training["noise"]), rel=1e-4)
         assert (training["steps"], training["windows"]) == (PASSES * rollouts, PASSES * ROLLOUTS), training
     first, *others = found["said"]
     assert first == "OSError: the sampler of rank 0 is gone"

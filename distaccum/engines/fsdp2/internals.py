@@ -120,10 +120,13 @@ class ShardedModel:
         """The parameters that optimizers hold, one for each of :meth:`whole_gradients`."""
         return [parameter.sharded_param for parameter in self._parameters]
 
+    def leaves(self) -> list[Tensor | None]:
+        """What forwards compute with in the place of each of :meth:`shards`; None where it was never gathered."""
+        return [getattr(parameter, "_unsharded_param", None) for parameter in self._parameters]
+
     def whole_gradients(self) -> list[Tensor | None]:
         """Of each parameter the gradient that is accumulated whole and not reduced yet."""
-        leaves = [getattr(parameter, "_unsharded_param", None) for parameter in self._parameters]
-        found = [None if leaf is None else leaf.grad for leaf in leaves]
+        found = [None if leaf is None else leaf.grad for leaf in self.leaves()]
         if self._moves:
             moved = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
             found = [own if other is None else other for own, other in zip(found, moved, strict=True)]

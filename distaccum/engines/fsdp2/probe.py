@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -62,6 +62,11 @@ class FSDP2Probe(GradientProbe):
     def gradient_hooks(self, parameter: nn.Parameter) -> Sequence[Callable[[Tensor], Tensor | None]]:
         """See :class:`GradientProbe`."""
         return self._sharded.hooks_of(parameter)
+
+    @property
+    def leaves(self) -> Iterable[Tensor]:
+        """See :class:`GradientProbe`: what was gathered."""
+        return [leaf for leaf in self._sharded.leaves() if leaf is not None and leaf.requires_grad]
 
     @property
     def local_gradients(self) -> LocalGradients | None:

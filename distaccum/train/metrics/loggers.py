@@ -39,6 +39,7 @@ OF_RECORDS = (
     "grad_norm_zscore",
     "lr",
     "loss_scale",
+    "noise_scale*",
     "applied",
     "skipped",
     "nonfinite",

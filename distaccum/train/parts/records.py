@@ -138,7 +138,7 @@ class SkipRecords(Part):
 
 
 def _numbers_of(accumulator: Accumulator) -> Mapping[str, Any]:
-    """What a record has of what not every run has: waits for slow ranks, recompilations and spikes."""
+    """What a record has of what not every run has: numbers of hooks, recompilations and spikes."""
     compiled, spikes = accumulator.engine.compiled, accumulator.spikes
     found = {} if compiled is None else {"recompiles": compiled.recompiles}
-    return {**accumulator.stragglers.metrics, **found, **({} if spikes is None else spikes.metrics)}
+    return {**accumulator.engine.hooks.metrics, **found, **({} if spikes is None else spikes.metrics)}

@@ -1,6 +1,7 @@
 """Run by torchrun: rollouts that arrive, of other numbers and sizes on each rank, beside one process in fp64.
 
-Each is trained on twice; the last rank has none of the first, no rank any of the third that counts.
+Each is trained on twice; the last rank has none of the first, no rank any of the third that counts. Their gradient
+noise is measured on the way.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, DeepSpeedConfig, World
 from distaccum.errors import MisuseError
+from distaccum.tools.noise import GradientNoise
 from tests.support.answers import give
 
 Batch = dict[str, Tensor]
-ROLLOUTS, PASSES, EMPTY = 5, 2, 2
+ROLLOUTS, PASSES, EMPTY, DECAY = 5, 2, 2, 0.8
+NOISE = ("noise_scale_trace", "noise_scale_grad_sq")
 
 
 def rollout(number: int, rank: int, ranks: int) -> list[Batch]:
@@ -51,26 +54,42 @@ def made() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
-def reference(ranks: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The weights before and after, by plain fp64 on all that arrived anywhere."""
+def reference(ranks: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """The weights before and after, by plain fp64 on all that arrived anywhere; the noise of all but the last rollout.
+
+    That is tr(S) and |G|^2, of the two equations that micro-batches and windows make.
+    """
     model = made().double()
-    before = copy.deepcopy([p.detach() for p in model.parameters()])
+    before, weights = copy.deepcopy([p.detach() for p in model.parameters()]), list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sums = torch.zeros(2, 3, dtype=torch.float64)
     for number in range(ROLLOUTS):
         batches = [batch for rank in range(ranks) for batch in rollout(number, rank, ranks)]
         counted = sum(map(count, batches))
         for _ in range(PASSES if counted else 0):
-            optimizer.zero_grad()
-            for batch in batches:
-                (loss(model, batch | {"x": batch["x"].double()}) / counted).backward()
+            losses = [loss(model, batch | {"x": batch["x"].double()}) / counted for batch in batches]
+            each = [torch.autograd.grad(one, weights) for one in losses]
+            for p, *parts in zip(weights, *each, strict=True):
+                p.grad = torch.stack(parts).sum(0)
+            squares = [
+                sum(float(part.square().sum()) for part in parts) for parts in [*each, [p.grad for p in weights]]
+            ]
+            shares = [count(batch) / counted for batch in batches] + [1.0]
+            rows = [[square, s / counted, s * s] for square, s in zip(squares, shares, strict=True)]
+            *blocks, window = torch.tensor(rows, dtype=torch.float64)
+            parts = 0.0 * window if (ranks, len(batches)) == (1, 1) else torch.stack(blocks).sum(0)
+            if number < ROLLOUTS - 1:
+                sums = DECAY * sums + torch.stack([parts, window])
             optimizer.step()
-    return before, [p.detach() for p in model.parameters()]
+    return before, [p.detach() for p in weights], torch.linalg.solve(sums[:, 1:], sums[:, 0]).tolist()
 
 
 def trained(world: World, engine: str, *, whole: bool = False, resumed: bool = False) -> dict[str, Any]:
     config = DeepSpeedConfig(stage=3) if engine == "deepspeed 3" else engine
     model = made()
     acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), count=count, engine=config, world=world)
+    noise = GradientNoise(acc, decay=DECAY)
+    acc.engine.hooks.add(noise)
     saved = None
     for number in range(ROLLOUTS):
         if resumed and number == ROLLOUTS - 1:
@@ -90,11 +109,14 @@ def trained(world: World, engine: str, *, whole: bool = False, resumed: bool = F
                     acc.backward(loss(acc.model, micro.batch))
     state = acc.state_dict()
     acc.close()
-    before, after = reference(world.size)
+    before, after, true = reference(world.size)
     wrong = torch.cat([(own - true).flatten() for own, true in zip(state["model"].values(), after, strict=True)])
     moved = torch.cat([(one - other).flatten() for one, other in zip(before, after, strict=True)])
     progress = state["progress"]
-    return {"off": float(wrong.norm() / moved.norm()), "steps": progress["step"], "windows": progress["window"]}
+    found = {"off": float(wrong.norm() / moved.norm()), "steps": progress["step"], "windows": progress["window"]}
+    return found | {
+        "noise": [] if resumed else [noise.metrics[key] / one for key, one in zip(NOISE, true, strict=True)]
+    }
 
 
 def failing(world: World) -> str:

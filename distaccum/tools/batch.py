@@ -1,0 +1,22 @@
+"""What settings of the batch attach to a run's windows; each is loaded where it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distaccum.accumulation.accumulator import Accumulator
+    from distaccum.train.components import TrainingComponents
+
+
+def attached(components: TrainingComponents, accumulator: Accumulator) -> Accumulator:
+    """The accumulator of a run, before its first window and before a checkpoint is restored.
+
+    Raises:
+        ConfigError: the run cannot have what is asked for; on every rank.
+    """
+    if components.config.batch.noise:
+        from distaccum.tools.noise import of_run  # noqa: PLC0415
+
+        of_run(components, accumulator)
+    return accumulator
