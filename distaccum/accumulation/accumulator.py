@@ -73,8 +73,7 @@ class Accumulator:
         global_batch_size: samples per optimizer step over all ranks.
         micro_batch_size: the most samples one forward/backward on one rank takes; ``auto``: found in a rehearsal with
             the first data that :meth:`windows` is given, by rate and memory.
-        tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with its samples'
-            lengths.
+        tokens: tokens per optimizer step in place of ``global_batch_size``, for a ``DataSpec`` with ``lengths``.
         count: the count of a batch, read on the host: labels that are not ignored, samples, or numbers by loss. Without
             it every :meth:`backward` is given the count, which costs one more small all-reduce per window.
         loss: what a rehearsal runs: ``loss(model, batch)`` gives the sum of a batch's losses, ``loss.count(batch)`` the
@@ -86,8 +85,7 @@ class Accumulator:
         clip_value: instead, largest absolute value of its elements.
         nonfinite: what a NaN or infinite gradient does: ``stop`` or ``skip``. In fp16 the loss scale falls first.
         max_skips: windows skipped in a row, at the lowest loss scale, that stop the run in any case.
-        on_spike: what a window does whose gradient norm stands out from those before: nothing (``off``), ``warn``, or
-            ``skip`` its step.
+        on_spike: what a window does whose gradient norm stands out: nothing (``off``), ``warn``, or ``skip`` its step.
         spike_zscore: by how many standard deviations above their mean.
         spike_window: of how many windows before; half as many are enough to begin.
         engine: owner of the wrapped parameters, by name or with settings.
@@ -478,8 +476,7 @@ class Accumulator:
         With a ``WindowLoss``, which compares the samples of the window, every forward is run twice.
 
         Raises:
-            MisuseError: it is not the current window, one of its micro-batches was taken, or the accumulator has no
-                ``count``.
+            MisuseError: it is not the current window, a micro-batch of it was taken, or there is no ``count``.
         """
         if window is not self._open or not self._counts_beforehand:
             refuse("step()", "with another window, or without count=", "give it the current one, and count=loss.count")
@@ -541,8 +538,7 @@ class Accumulator:
             loss: gives for a micro-batch what the loop passes to :meth:`backward`; with ``count``.
 
         Raises:
-            VerificationError: it is not a sum over what it counts; on all ranks. The gradient is compared before the
-                window's step.
+            VerificationError: it is no sum over what it counts; on all ranks. The gradient is compared before the step.
         """
         if window is not self._open:
             refuse("verify()", "with another window", "give it the current one")
@@ -669,8 +665,7 @@ class Accumulator:
         Args:
             folder: on a file system that all ranks share.
             keep: the newest checkpoints to keep; 0: all.
-            state: what is the loop's own, by name: objects with ``state_dict()``; or numbers, strings, tensors, and
-                lists and dicts of them.
+            state: the loop's own, by name: objects with ``state_dict()``; or numbers, strings, tensors, lists, dicts.
 
         Returns:
             The checkpoint's folder.

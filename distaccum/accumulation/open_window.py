@@ -48,8 +48,7 @@ class OpenWindow:
         window: loaded and counted.
         engine: runs the micro-steps.
         prefetch: micro-batches on the device at once, the one being computed included.
-        finish: makes the step, given the sums of the losses and, where nothing was counted beforehand, this rank's
-            count.
+        finish: makes the step, given the sums of the losses and this rank's count, if nothing was counted beforehand.
         failed: called before a call out of order raises, with what it raises, since other ranks may be in order.
         provisional_count: what the losses are divided by where the count is known only after the last backward.
         ranks: that share the window.

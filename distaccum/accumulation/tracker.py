@@ -101,8 +101,7 @@ class ProgressTracker:
         engine: makes the steps.
         schedule: from the number of applied updates to a factor of the learning rate.
         schedulers: torch's, instead; stepped after every applied update.
-        skips: whether a NaN or infinite gradient only skips its window. Otherwise it ends the run, unless a loss scale
-            can still fall.
+        skips: whether a NaN or infinite gradient only skips its window; else it ends the run, unless a scale can fall.
         max_skips: windows skipped in a row, at the lowest loss scale, that end the run in any case.
         meet: called on all ranks, with what for, before they tell each other why a gradient was not finite.
         spikes: judges the norms of the gradients; None: nobody does. ``max_skips`` of them in a row end the run, too.

@@ -42,13 +42,11 @@ class StepOutput:
         names: of the parameters with a gradient.
         norms: the norm of each of these gradients, on the device, times :attr:`norms_scale`.
         norms_scale: the loss scale, and what else the gradients are still to be divided by.
-        underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None where it was
-            not sampled.
+        underflow: the fraction of gradient elements that fp16 flushed to zero: 0-dim, on the device; None: not sampled.
         fault: why this rank gave NaN in place of a gradient that it could not compute, so that no rank steps; empty
             where it gave none. Other ranks do not know.
         given_up: why this rank has given the window up, in words; empty where it has not. The window is then skipped.
-        late_faults: more of these, that only the device can tell: whether, as ``[0.0 or 1.0]`` on its way to the host,
-            and why.
+        late_faults: more, that only the device can tell: whether, as ``[0.0 or 1.0]`` on its way to the host, and why.
     """
 
     grad_norm: Tensor
@@ -115,18 +113,14 @@ class EngineFacts:
     """What does not change while an engine runs.
 
     Args:
-        gradient_divide_factor: the number by which the engine divides the summed gradient: the world size where it
-            averages, 1 where it sums.
-        min_loss_scale: the loss scale below which it never falls; None without a dynamic scale. The engine's
-            constructor fills it in.
+        gradient_divide_factor: the engine divides the summed gradient by it: the world size where it averages, else 1.
+        min_loss_scale: the loss scale never falls below it; None: not dynamic. The engine's constructor fills it in.
         numerics: how far a window's sums may depend on the ranks.
-        forward_communicates: whether a forward is a collective: all ranks must then run the same number, also in an
-            evaluation.
+        forward_communicates: whether a forward is a collective: all ranks must then run as many, in evaluations too.
         steps_parts: whether an optimizer's step on a rank moves a part of the parameters only, or copies of them.
         rounds_weights: whether forwards compute with roundings of what the optimizers step.
         state_layout: what :meth:`Engine.state` gives on a rank.
-        gives_optimizers_back: whether optimizers are whole after :meth:`Engine.close`; otherwise a rank is left with a
-            share of their state.
+        gives_optimizers_back: whether optimizers are whole after :meth:`Engine.close`; else a rank keeps a share.
         artifacts: the engine's own configuration files, by name, for the run directory; written as JSON.
     """
 

@@ -146,8 +146,7 @@ def create_engine(
     """The engine around a model: its ``micro_step(sync=...)`` toggles the gradient reduction; a collective.
 
     Args:
-        model: moved to this rank's device; every trained parameter in fp32, or on the meta device where the engine can
-            make weights.
+        model: moved to the rank's device; trained parameters in fp32, or on the meta device where the engine can do so.
         optimizer: over its parameters; or several, over disjoint sets of them.
         world: this rank.
         engine: by name or with settings.
@@ -158,8 +157,7 @@ def create_engine(
         micro_batch_size: for the same.
         seed: of the weights of a model on the meta device.
         compile: nothing (``none``), each of its ``blocks``, or the ``model``; or settings.
-        numerics: ``fast``, or ``reproducible``: the same bits on any number of ranks, of windows that are dealt by
-            units.
+        numerics: ``fast``, or ``reproducible``: the same bits on any number of ranks, of windows dealt by units.
 
     Raises:
         ConfigError: no such engine or policy; an optimizer over parameters that are not the model's, whose gradients

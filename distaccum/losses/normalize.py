@@ -184,8 +184,7 @@ def normalize_loss(
     Args:
         loss: the micro-batch's loss, summed over its items: 0-dim; or one for each of several losses, by name.
         counts: the counts of the whole window, over all ranks. A loss with a count of 0 adds nothing.
-        gradient_divide_factor: what the engine divides the summed gradient by: the world size for DDP, 1 for
-            a plain sum.
+        gradient_divide_factor: what the engine divides the summed gradient by: 1 where it only sums.
         own_counts: the micro-batch's, if they are known: where it counts nothing, its loss may be a constant.
 
     Returns:

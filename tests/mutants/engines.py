@@ -1,7 +1,6 @@
 """Breaks each engine's arithmetic on purpose, one way at a time, and shows that the engine matrix notices.
 
-``python -m tests.mutants.engines`` prints each mutant's largest error; it exits with 1 if one is not
-caught.
+``python -m tests.mutants.engines`` prints each mutant's largest error; 1: one is not caught.
 """
 
 from __future__ import annotations

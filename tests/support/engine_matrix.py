@@ -202,8 +202,7 @@ def adamw(
 ) -> dict[str, Tensor]:
     """The weights after :data:`UPDATES` of AdamW, as in I. Loshchilov and F. Hutter (2019), in fp64.
 
-    ``rounds``: they are masters, and the gradient is that at their roundings to bf16. ``averages``: what is returned is
-    their moving average.
+    ``rounds``: they are masters, and the gradient is that at their roundings to bf16. ``averages``: their average.
     """
     now = {name: weight.double() for name, weight in weights.items()}
     average = dict(now)

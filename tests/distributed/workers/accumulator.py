@@ -1,7 +1,4 @@
-"""Run by torchrun: an accumulator whose global batch changes, on uneven ranks.
-
-``accumulator.py RESULT ENGINE ...``: writes by engine the weights at the end, whole and resumed, and what is refused.
-"""
+"""Run by torchrun: a global batch that changes, on uneven ranks: by engine the weights, whole and resumed; refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Run by torchrun: rollouts that arrive, of other numbers and sizes on each rank, beside one process in fp64.
 
-Each is trained on twice; the last rank has none of the first, no rank any of the third that counts. Their gradient
-noise is measured on the way.
+Each is trained on twice; the last rank has none of the first, no rank any of the third that counts. Noise is measured.
 """
 
 from __future__ import annotations

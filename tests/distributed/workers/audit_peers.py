@@ -1,7 +1,4 @@
-"""Run on two ranks: frameworks' loops within an audit that is told neither model nor optimizer.
-
-``audit_peers.py RESULT NAME...``: the JSON file to write, and loops of the bench or of :data:`OURS`.
-"""
+"""Run on 2 ranks: frameworks' loops, and :data:`OURS`, in an audit that is told neither model nor optimizer."""
 
 from __future__ import annotations
 

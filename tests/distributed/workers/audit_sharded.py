@@ -1,7 +1,4 @@
-"""Run on two ranks: loops whose gradients or parameters are sharded, each right once and wrong once.
-
-``audit_sharded.py RESULT NAME...``: the JSON file to write, and names of :data:`KINDS`.
-"""
+"""Run on 2 ranks: loops whose gradients or parameters are sharded, each right once and wrong once, by :data:`KINDS`."""
 
 from __future__ import annotations
 

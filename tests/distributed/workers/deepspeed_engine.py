@@ -1,7 +1,4 @@
-"""Run by torchrun: DeepSpeed's engine beside one fp64 process on whole batches.
-
-``deepspeed_engine.py RESULT PART...``: a JSON file to write, and which of :data:`PARTS` to run.
-"""
+"""Run by torchrun: DeepSpeed's engine beside one fp64 process on whole batches, by :data:`PARTS`."""
 
 from __future__ import annotations
 

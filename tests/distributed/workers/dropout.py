@@ -1,7 +1,4 @@
-"""Run by torchrun: training with dropout, on any number of ranks with the same micro-batches.
-
-``dropout.py RESULT ENGINE ...``: writes the weights by engine after two epochs, run through and resumed in between.
-"""
+"""Run by torchrun: the weights after two epochs with dropout, by engine, run through and resumed in between."""
 
 from __future__ import annotations
 

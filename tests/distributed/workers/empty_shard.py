@@ -1,7 +1,4 @@
-"""Run by torchrun on 2 ranks: fewer samples than ranks, a stream that only one rank has, and streams without anything.
-
-``empty_shard.py RESULT ENGINE...``: a JSON file to write, and names in ``tests.support.engine_matrix.ENGINES``.
-"""
+"""Run by torchrun on 2 ranks, by engine: fewer samples than ranks, a stream that one rank has alone, empty streams."""
 
 from __future__ import annotations
 

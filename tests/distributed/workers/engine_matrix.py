@@ -1,7 +1,4 @@
-"""Run by torchrun: trains in cells of the engine matrix, and writes each one's relative error.
-
-``engine_matrix.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size.
-"""
+"""Run by torchrun: trains in the asked cells of the engine matrix, and writes each one's relative error."""
 
 from __future__ import annotations
 

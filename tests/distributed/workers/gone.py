@@ -1,7 +1,4 @@
-"""A rank of two that no launcher watches: ``gone.py NUMERICS``. Rank 1 ends in the last backward of a window.
-
-Rank 0 prints the kind of what it raises.
-"""
+"""A rank of two that no launcher watches, NUMERICS: rank 1 ends in a window's last backward; rank 0 prints what."""
 
 from __future__ import annotations
 

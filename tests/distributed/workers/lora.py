@@ -1,7 +1,4 @@
-"""Run by torchrun: trains adapters in cells, and writes what was found.
-
-``lora.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size.
-"""
+"""Run by torchrun: trains adapters in the asked cells, and writes what was found."""
 
 from __future__ import annotations
 

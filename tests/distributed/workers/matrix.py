@@ -1,7 +1,4 @@
-"""Run by torchrun: computes the gradients of cells of the matrix, and writes each one's relative error.
-
-``matrix.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size.
-"""
+"""Run by torchrun: computes the gradients of the asked cells, and writes each one's relative error."""
 
 from __future__ import annotations
 

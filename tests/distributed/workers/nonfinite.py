@@ -1,7 +1,4 @@
-"""Run by torchrun on 2 ranks: a loss or a gradient that is NaN on one rank, in each micro-step, on every engine.
-
-``nonfinite.py RESULT ENGINE...``: a JSON file to write, and names in ``tests.support.engine_matrix.ENGINES``.
-"""
+"""Run by torchrun on 2 ranks, by engine: a loss or a gradient that is NaN on one rank, in each micro-step."""
 
 from __future__ import annotations
 

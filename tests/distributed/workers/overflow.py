@@ -1,7 +1,4 @@
-"""Run by torchrun: plants NaN and infinity on one rank, and writes what became of it on each.
-
-``overflow.py RESULT PART...``: a JSON file to write, and which of :data:`PARTS` to run.
-"""
+"""Run by torchrun: plants NaN and infinity on one rank, and writes what became of it on each, by :data:`PARTS`."""
 
 from __future__ import annotations
 

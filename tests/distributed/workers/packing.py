@@ -1,7 +1,4 @@
-"""Run by torchrun: trains on packed documents in cells, and writes each one's errors.
-
-``packing.py RESULT CELLS``: a JSON file to write, and one with cells ``[engine, positions, updates]``.
-"""
+"""Run by torchrun: trains on packed documents in cells ``[engine, positions, updates]``, and writes their errors."""
 
 from __future__ import annotations
 

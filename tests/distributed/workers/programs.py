@@ -1,7 +1,4 @@
-"""Run on two ranks: one of :data:`tests.support.programs.PROGRAMS` on one engine, beside its truth.
-
-``programs.py RESULT ENGINE PROGRAM``: a path to which each rank adds its number and writes JSON.
-"""
+"""Run on 2 ranks, ENGINE PROGRAM: one of ``tests.support.programs.PROGRAMS`` beside its truth; each rank writes."""
 
 from __future__ import annotations
 

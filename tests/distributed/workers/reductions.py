@@ -1,7 +1,4 @@
-"""Run by torchrun: what one steady window sends, and how exact the reduced gradient is.
-
-At several accumulations, and in several number formats.
-"""
+"""Run by torchrun: what a steady window sends, and how exact its gradient is, by accumulations and number formats."""
 
 from __future__ import annotations
 

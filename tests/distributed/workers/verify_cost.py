@@ -1,7 +1,6 @@
 """Run by torchrun: what proofs and the comparison of replicas cost a small GPT, in counts that do not vary.
 
-``verify_cost.py RESULT``: a JSON file to write, by mode: the first window, and the windows up to the next comparison of
-replicas.
+``verify_cost.py RESULT``: a JSON file to write, by mode: the first window, and those up to a comparison.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run by torchrun in an environment of its own: one engine's covering set with whatever torch and DeepSpeed are there.
-
-``versions.py RESULT ENGINE``: a JSON file to write, cell by cell, and an engine of the engine matrix.
-"""
+"""Run by torchrun in its own environment: an engine's covering set with whatever torch and DeepSpeed there are."""
 
 from __future__ import annotations
 

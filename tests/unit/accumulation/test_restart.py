@@ -203,33 +203,23 @@ def test_a_first_copy_that_does_not_fit_is_of_the_first_micro_batch(
 _NCCL = "NCCL error in: x.cpp:9, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
 
 
-@pytest.mark.parametrize("last", ["Failed to CUDA calloc async 608 bytes", "Cuda failure 2 'out of memory'"])
-def test_memory_that_is_over_in_nccl_is_told_as_such_and_begins_nothing_again(gloo_world: World, last: str) -> None:
-    """Its communicator has failed, and another try would fail in it."""
-    acc, data = accumulator(gloo_world, model := Line())
+@pytest.mark.parametrize("last", ["Failed to CUDA calloc async 608 bytes", "Cuda failure 2 'out of memory'", ""])
+def test_memory_that_is_over_is_told_as_such_and_begins_nothing_again(gloo_world: World, last: str) -> None:
+    """In NCCL, whose communicator has failed; and in the first step's check, where forwards communicate."""
+    given: dict[str, Any] = {} if last else {"engine": "fsdp2", "verify": "first"}
+    acc, data = accumulator(gloo_world, model := Line(), **given)
 
     def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         del model, batch
+        if not last:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         raise dist.DistBackendError(f"{_NCCL}ncclUnhandledCudaError: CUDA function failed.\nLast error:\n{last}")
 
-    with pytest.raises(ResourceError, match=r"out of memory in .*NCCL error.*Lower batch.micro_size"):
+    said = r"out of memory in .*NCCL error.*" if last else r"CUDA out of memory\. "
+    with pytest.raises(ResourceError, match=f"{said}Lower batch.micro_size"):
         acc.step(next(acc.windows(data)), loss)
     assert model.forwards == 0
     assert not acc.engine.memory_marks.failed
-    acc.abandon()
-    acc.close()
-
-
-def test_memory_that_is_over_where_the_first_step_is_checked_is_told_in_words(gloo_world: World) -> None:
-    """On an engine whose forwards communicate: elsewhere the check ends, and the step begins."""
-    acc, data = accumulator(gloo_world, Line(), engine="fsdp2", verify="first")
-
-    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        del model, batch
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(ResourceError, match=r"CUDA out of memory\. Lower batch.micro_size"):
-        acc.step(next(acc.windows(data)), loss)
     acc.abandon()
     acc.close()
 
