@@ -27,7 +27,8 @@ OVER_BF16 = [Cell(engine, 2, "ragged", "bfloat16") for engine in ENGINES if engi
 def _found(cells: Sequence[Cell], timeout: float = 150) -> dict[Cell, list[Found]]:
     (world,) = {cell.world for cell in cells}
     asked = [asdict(cell) for cell in cells]
-    ranks = answer("lora", asked=asked, world=world, timeout=timeout, warm="deepspeed")
+    warm = "deepspeed" if any(cell.engine.startswith("deepspeed") for cell in cells) else "distaccum"
+    ranks = answer("lora", asked=asked, world=world, timeout=timeout, warm=warm, imports=["peft"])
     return {cell: [Found(**rank[i]) for rank in ranks] for i, cell in enumerate(cells)}
 
 

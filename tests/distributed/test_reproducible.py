@@ -92,7 +92,7 @@ def test_without_it_a_run_is_another_on_other_ranks(tmp_path: Path) -> None:
 def test_stopped_and_resumed_on_other_ranks_it_is_the_undisturbed_run(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     succeed(*SETTINGS, "trainer.max_steps=24", f"hydra.run.dir={whole}", world=1)
-    for steps, world in ((5, 1), (11, 3), (16, 2), (24, 4)):
+    for steps, world in ((8, 1), (16, 3), (24, 2)):
         succeed(*SETTINGS, f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path}/elastic", world=world)
     assert status(tmp_path / "elastic")["state"] == "done"
     expected, found = (

@@ -195,7 +195,7 @@ def test_names_of_classes_come_from_whoever_has_them() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        ("bert", "train.csv", "single_label"),
+        pytest.param(("bert", "train.csv", "single_label"), marks=pytest.mark.heavy),
         pytest.param(("llama", "train.csv", "single_label", "model.lora.r=2"), marks=pytest.mark.heavy),
         ("bert", "several.csv", "multi_label", "callbacks=ema", "callbacks.ema.evaluate=true"),
         pytest.param(("bert", "numbers.csv", "regression"), marks=pytest.mark.heavy),
@@ -239,7 +239,7 @@ def test_a_pipeline_says_what_predict_says(folder: Path, tmp_path: Path, case: t
 @pytest.mark.parametrize(
     ("model", "more"),
     [
-        ("llama", ()),
+        pytest.param("llama", (), marks=pytest.mark.heavy),
         ("llama", ("model.base_dtype=bf16", "precision=bf16")),
         ("tied", ("model.lora.modules_to_save=[lm_head]", "callbacks=ema", "callbacks.ema.evaluate=true")),
     ],

@@ -25,7 +25,7 @@ def make(engine: EngineConfig, world: World, model: nn.Module) -> tuple[Accumula
     """An accumulator with a scheduler that takes a metric."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    sizes: Any = {"global_batch_size": SIZES[0], "micro_batch_size": MICRO}
+    sizes: Any = {"global_batch_size": SIZES[0], "micro_batch_size": MICRO, "verify": "never"}
     return Accumulator(model, optimizer, **sizes, count=len, scheduler=plateau, engine=engine, world=world), optimizer
 
 

@@ -24,7 +24,7 @@ def make(engine: EngineConfig, world: World, seed: int) -> Accumulator:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(seed + world.rank)
-    sizes: Any = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO}
+    sizes: Any = {"global_batch_size": GLOBAL, "micro_batch_size": MICRO, "verify": "never"}
     return Accumulator(model, optimizer, **sizes, count=Loss().count, engine=engine, seed=7, world=world)
 
 

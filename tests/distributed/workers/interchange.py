@@ -58,6 +58,7 @@ class Run:
             clip_norm=1.0,
             world=world,
             schedule=lambda step: 0.9**step,
+            verify="never",
         )
         torch.manual_seed(10 * seed + world.rank)
         self.own: dict[str, Any] = {"losses": []}

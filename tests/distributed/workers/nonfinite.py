@@ -72,6 +72,7 @@ def trained(engine: str, world: World, windows: list[int], **case: Any) -> dict[
         nonfinite=case.get("policy", "stop"),
         max_skips=5,
         engine=ENGINES[engine],
+        verify="never",
     )
     data = DataSpec(train=samples(windows, case.get("bad")), eval_dataset=None, description="", shuffle=False)
     found: dict[str, Any] = {"applied": [], "untouched": [], "message": ""}

@@ -195,7 +195,8 @@ def by_accumulator(
     loss, gamma = Squares(), 0.5
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, gamma) for one in optimizers]
     rates: Any = {"schedule": lambda step: gamma**step} if scheduler == "ours" else {"scheduler": schedulers}
-    acc = Accumulator(model, optimizers, count=loss.count, nonfinite="skip", **rates, **options)
+    options |= {"nonfinite": "skip", "verify": "never"}
+    acc = Accumulator(model, optimizers, count=loss.count, **rates, **options)
     for number, window in enumerate(acc.windows(source)):
         for i, micro in enumerate(window):
             records.look_at(number, i, micro.batch)

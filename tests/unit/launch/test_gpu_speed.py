@@ -274,7 +274,7 @@ def _check(figures: list[Figure]) -> None:
         assert isinstance(figure.value, str) or math.isfinite(figure.value), figure
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_what_is_held_at_the_step_is_the_forecast() -> None:
     """And the few kilobytes of a batch and of the generators' states, of half a megabyte."""
     found = size.MEASUREMENTS[MEMORY](SMALL)
