@@ -109,11 +109,13 @@ MODULES = "distaccum.tools.modules:modules_of"
 UTILIZATION = "distaccum.tools.flops:build_utilization"
 """What tells TFLOP/s and MFU of a run's components, or None."""
 ENVIRONMENT = "distaccum.tools.environment:note_environment"
-"""Adds this process to what the run ran on."""
+"""Adds this process to what the run ran on, and says what has changed since it was saved."""
 ACCELERATORS, OWN_DEVICE = (f"distaccum.tools.accelerators:{name}" for name in ("accelerators", "own_device"))
 """The machine's accelerators, type and number; makes one this process's, and says what its group is opened with."""
 NOTE_START, CRASH_LOOP = (f"distaccum.tools.restarts:{name}" for name in ("note_start", "refuse_crash_loop"))
 """Notes a start in a run directory; refuses one after three that a machine has started in a row and that failed."""
+NEWEST, BEGINNING = (f"distaccum.tools.history:{name}" for name in ("newest_checkpoint", "beginning"))
+"""The checkpoint that a run directory's run goes on from; what is said of a start from zero there."""
 TENSORBOARD = "distaccum.tools.tensorboard:TensorBoardLogger"
 """A logger that writes TensorBoard's event files."""
 MLFLOW = "distaccum.tools.mlflow:logger"

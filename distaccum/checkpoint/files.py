@@ -44,6 +44,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # another attempt changes not
 POINTERS = LATEST, BEST = ("latest", "best")
 """Files beside checkpoints, each with the name of one."""
 _PAUSES_S = (0.02, 0.1, 0.5)  # before the second attempt, the third and the last
+_LATE_S = (0.1, 0.4, 1.5)  # before looks at what a network file system may show late
 
 
 def retried(act: Callable[[], _T], *, of: Path | None = None) -> _T:
@@ -66,6 +67,19 @@ def retried(act: Callable[[], _T], *, of: Path | None = None) -> _T:
                 raise
             sleep(pause)
     raise AssertionError
+
+
+def awaited(look: Callable[[], _T]) -> _T:
+    """What ``look`` returns once it finds the file: another machine may have just written it.
+
+    Raises:
+        FileNotFoundError: it is not there after two seconds.
+    """
+    for pause in _LATE_S:
+        with suppress(FileNotFoundError):
+            return look()
+        sleep(pause)
+    return look()
 
 
 def listed(folder: Path, pattern: str = "*") -> list[Path]:

@@ -19,6 +19,7 @@ from distaccum.checkpoint.files import BEST, listed, pointed, retried
 from distaccum.checkpoint.store import CheckpointStore, UnreadableError, verify
 from distaccum.errors import CheckpointError, ConfigError
 from distaccum.tools.arguments import Arguments
+from distaccum.tools.history import lacks, require_no_history
 from distaccum.train import owner
 from distaccum.train.run_dir import RunDir
 
@@ -67,11 +68,12 @@ def _resume(run_dir: RunDir, steps: Sequence[Finding]) -> Finding:
     """What it would do; a run that it refuses is none that is whole."""
     for one in reversed(steps):
         if one.whole:
-            return Finding("resume=auto", f"continues {one.name}")
+            missing = lacks(run_dir, *(step.name for step in steps))
+            return Finding("resume=auto", f"continues {one.name}" + (f"; {missing}" if missing else ""))
         if one.text.startswith(_UNREADABLE):
             return Finding("resume=auto", f"stops, as {one.name} cannot be read", whole=False)
     try:
-        run_dir.require_no_history()
+        require_no_history(run_dir)
     except ConfigError as error:
         return Finding("resume=auto", f"refuses: {error}", whole=False)
     return Finding("resume=auto", "begins at zero: no checkpoint was ever saved here")

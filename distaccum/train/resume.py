@@ -21,6 +21,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineState
 from distaccum.engines.modules import is_meta
 from distaccum.errors import CheckpointError, ConfigError
+from distaccum.program import NEWEST, load
 from distaccum.train import ema
 from distaccum.train.adapters import check_base
 from distaccum.train.callbacks import restore as restore_callbacks
@@ -52,9 +53,7 @@ def find_checkpoint(components: TrainingComponents, run_dir: RunDir) -> SavedSta
     if config.resume == "auto":
         store = CheckpointStore(run_dir.checkpoints, keep=config.checkpoint.keep)
         store.recover()
-        path = store.newest_valid()
-        if path is None:
-            run_dir.require_no_history()
+        path = load(NEWEST)(store, run_dir)
         saved = None if path is None else checkpoint.read(path)
     else:
         run_dir.refuse_to_mix()

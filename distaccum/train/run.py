@@ -41,6 +41,7 @@ from distaccum.engines.context import EngineBuilder
 from distaccum.engines.factory import create
 from distaccum.errors import ConfigError, PeerError
 from distaccum.program import (
+    BEGINNING,
     BESIDE,
     CRASH_LOOP,
     DESCRIBE,
@@ -233,7 +234,7 @@ def _begin(components: TrainingComponents, run_dir: RunDir, saved: SavedState | 
     """Rank 0 begins a run in its folder: the history, and what the header says of a start from zero."""
     own = components.config.resume == "auto"
     load(NOTE_START)(run_dir.path)
-    beginning = run_dir.beginning() if saved is None and own else ""
+    beginning = load(BEGINNING)(run_dir) if saved is None and own else ""
     run_dir.forget_failure()
     run_dir.begin()
     load(DESCRIBE)(components.model, components.data, components.loss, run_dir.path)
@@ -409,9 +410,7 @@ def _open_loggers(
     for name, content in {"plan.json": plan, **engine.facts.artifacts}.items():
         write_json(run_dir.path / name, dict(content))
     commit = _git_commit()
-    load(ENVIRONMENT)(
-        run_dir, session.world, progress, config=components.record, before=session.before, git_commit=commit
-    )
+    load(ENVIRONMENT)(run_dir, session.world, progress, components=components, before=session.before, git_commit=commit)
     info = RunInfo(
         folder=run_dir.path,
         id=run.wandb_id,

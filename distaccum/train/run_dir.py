@@ -20,7 +20,6 @@ from distaccum.checkpoint.files import ABSENT, listed, retried, write_json, writ
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, shorten
-from distaccum.program import LINES, load
 from distaccum.train import owner
 from distaccum.train.owner import Owner
 
@@ -207,64 +206,26 @@ class RunDir:
 
     def begin(self) -> None:
         """Notes in ``history.json`` that a run has begun here, where nobody has yet."""
-        if not self._read_history():
+        if not self.history():
             write_json(self._history, {"begun": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}", "saved": None})
 
     def note_saved(self, step: int) -> None:
         """Notes in ``history.json`` that a whole checkpoint of this step is, or was, here."""
-        history = self._read_history() or {}
+        history = self.history() or {}
         if history.get("saved") != step:
             write_json(self._history, {"begun": None, **history, "saved": step})
 
     def note_rolled_back(self, step: int, window: int) -> None:
         """Notes in ``history.json`` that the updates from ``step`` to ``window``, an attempt, were given up."""
-        history = self._read_history() or {}
+        history = self.history() or {}
         before = history.get("rolled_back", [])
         write_json(self._history, {**history, "rolled_back": [*before, {"to_step": step, "after_window": window}]})
 
     def saved_step(self) -> int | None:
         """The step of the last checkpoint that was ever saved here; None if there has been none, or nobody knows."""
-        return (self._read_history() or {}).get("saved")
+        return (self.history() or {}).get("saved")
 
-    def require_no_history(self) -> None:
-        """Called where no checkpoint can be used: a run may begin at zero only where none was ever saved.
-
-        A whole checkpoint was saved if ``history.json`` says so or a folder of one is there. Records without a
-        ``history.json`` may be of a run that saved some. A run that began and logged, but never saved, begins again.
-
-        Raises:
-            ConfigError: a checkpoint was saved, or may have been.
-        """
-        there = sorted(path.name for path in listed(self.checkpoints, "*step-*") if not path.name.startswith("."))
-        history, saved = self._read_history(), self.saved_step()
-        logged = load(LINES)(self.metrics)
-        if saved is None and not there and (history or (history is None and not logged)):
-            return
-        found = f"{len(there)} damaged ({', '.join(there)})" if there else "the folder checkpoints is empty or gone"
-        before = f"was saved at step {saved}" if saved is not None else f"has {logged} records in metrics.jsonl"
-        before += " and a damaged history.json" if history == {} else ""
-        problem = f"{self.path} has no checkpoint to resume from: {found}, and the run {before}"
-        remedy = (
-            "Nothing is changed. Restore the folder checkpoints; or name a checkpoint elsewhere with resume=PATH and "
-            "a new hydra.run.dir; or train from zero with resume=never and a new hydra.run.dir"
-        )
-        raise ConfigError("resume", "auto", problem, remedy)
-
-    def beginning(self) -> str:
-        """What header and log say of a start from zero that is not the first one here; empty for that."""
-        history, logged, times = self._read_history(), load(LINES)(self.metrics), owner.restarts()
-        if history is not None:
-            kept = f"; its {logged} records are moved to metrics.superseded.jsonl" if logged else ""
-            note = f"begins again at zero: the attempt of {history.get('begun')} saved no checkpoint{kept}"
-        elif times:
-            note = f"begins at zero, though this job was started again ({times} times): nothing was begun in this "
-            note += "folder before. Was it to continue another one? Look at hydra.run.dir"
-        else:
-            return ""
-        _log.warning("%s: %s", self.path, note)
-        return note
-
-    def _read_history(self) -> dict[str, Any] | None:
+    def history(self) -> dict[str, Any] | None:
         """The content of ``history.json``: None without one, empty where it is damaged."""
         try:
             history = json.loads(retried(self._history.read_bytes, of=self._history))

@@ -15,7 +15,7 @@ from distaccum.accumulation.accumulator import Accumulator
 from distaccum.checkpoint import files, store
 from distaccum.checkpoint.store import CheckpointStore
 from distaccum.errors import CheckpointError
-from distaccum.tools import record_file
+from distaccum.tools import history, record_file
 from distaccum.train.loop import Loop
 from distaccum.train.metrics.loggers import JsonlLogger
 from distaccum.train.owner import Owner
@@ -141,7 +141,7 @@ def _says_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _begins_at_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RunDir, "require_no_history", lambda _: None)
+    patch.setattr(history, "require_no_history", lambda _: None)
 
 
 def _leaves_all(patch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,51 @@ def test_a_report_that_cannot_be_written_is_a_warning(
     _fit(tmp_path / "none", report=False)
     assert not (tmp_path / "none" / "report.html").exists()
     assert (tmp_path / "none" / "environment.json").is_file()
+
+
+def _imported(folder: Path, forward: str, *, helper: str = "x") -> nn.Module:
+    """A model that is written in ``own_model.py``, which uses ``own_helper.py``, as a new process would import it."""
+    (folder / "own_helper.py").write_text(f"def scaled(x):\n    return {helper}\n")
+    code = "from torch import nn\nfrom own_helper import scaled\nclass Own(nn.Linear):\n    def forward(self, x):\n"
+    (folder / "own_model.py").write_text(f"{code}        return {forward}\n")
+    importlib.invalidate_caches()
+    for name in ("own_model", "own_helper"):
+        sys.modules.pop(name, None)
+    return importlib.import_module("own_model").Own(4, 3)  # type: ignore[no-any-return]
+
+
+@pytest.mark.fault(
+    "the code of the model, or of what it uses, the commit, device, GPUs or torch have changed since the checkpoint",
+    group="checkpoints",
+    does="goes on, and says each in one line",
+    says=(
+        "since step 4 was saved the code of own_model has changed, which model or loss is made of",
+        "since step 5 was saved the code of own_helper has changed (commit abcdef -> ...), which",
+        "since step 6 was saved what computes has changed: device a card -> ...; gpus 8 -> 0; torch 1.0 -> ...",
+    ),
+)
+def test_what_has_changed_beside_the_settings_is_told(
+    gloo_world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, says: Callable[[str], None]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file, doubled = tmp_path / "environment.json", "2 * super().forward(x)"
+
+    def resumed(steps: int, model: nn.Module, versions: dict[str, str] | None = None, **before: Any) -> list[str]:
+        """What is said of changes in a run whose starts had been noted with ``before``."""
+        caplog.clear()
+        if before:
+            starts = json.loads(file.read_text())["starts"]
+            new = [one | before | {"versions": one["versions"] | (versions or {})} for one in starts]
+            file.write_text(json.dumps({"starts": new}))
+        _fit(tmp_path, steps=steps, model=model, report=False)
+        return [one.getMessage() for one in caplog.records if one.getMessage().startswith("since step")]
+
+    said = resumed(4, _imported(tmp_path, "scaled(super().forward(x))")) + resumed(5, _imported(tmp_path, doubled))
+    other = _imported(tmp_path, f"{doubled}  # as before", helper="x / 2")
+    said += resumed(6, other, git_commit="abcdef")
+    said += resumed(8, other, {"torch": "1.0", "system": "another"}, device="a card", gpus=8)
+    says("\n".join(said))
+    file.write_text('{"starts": [3, {"step": "x", "code": 7, "versions": []}]}')
+    said += resumed(9, other)
+    assert len(said) == 3

@@ -13,6 +13,7 @@ import pytest
 
 from distaccum.checkpoint.files import write_json
 from distaccum.errors import ConfigError, DataError, DistaccumError, SpikeError
+from distaccum.tools.history import beginning, require_no_history
 from distaccum.tools.record_file import rewind
 from distaccum.tools.restarts import is_restart, job_of_kubernetes, note_start, refuse_crash_loop
 from distaccum.train import run_dir as run_dir_module
@@ -32,6 +33,11 @@ def test_the_first_failure_stays_and_progress_cannot_hide_it(tmp_path: Path) -> 
     run_dir.write_status(State.RUNNING, step=8)
     run_dir.write_failure("rank 0: connection closed")
     assert _status(tmp_path) == ["failed", 7, "rank 1: the cause"]
+    run_dir.forget_failure()  # the next attempt has its own
+    run_dir.write_status(State.RUNNING, step=3)
+    assert _status(tmp_path) == ["running", 3, ""]
+    run_dir.write_failure("a new cause")
+    assert _status(tmp_path) == ["failed", 3, "a new cause"]
 
 
 @pytest.mark.parametrize("ranks", [None, 4])
@@ -71,16 +77,6 @@ def test_on_a_full_disk_a_long_reason_is_cut_and_the_status_stays_whole(
     assert len(written) >= min(len(reason), 600)
 
 
-def test_the_next_attempt_has_its_own(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.write_failure("an old cause")
-    run_dir.forget_failure()
-    run_dir.write_status(State.RUNNING, step=3)
-    assert _status(tmp_path) == ["running", 3, ""]
-    run_dir.write_failure("a new cause")
-    assert _status(tmp_path) == ["failed", 3, "a new cause"]
-
-
 def test_a_refusal_leaves_a_run_with_results_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.write_refusal("no")
@@ -95,18 +91,24 @@ def test_a_refusal_leaves_a_run_with_results_alone(tmp_path: Path) -> None:
 
 def test_a_run_begins_at_zero_only_where_none_was_ever_saved(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.require_no_history()
-    assert run_dir.beginning() == ""
+    run_dir.metrics.write_text("{}\n" * 12)  # of which nobody knows whether they were saved
+    with pytest.raises(ConfigError, match=r"the run has 12 records in metrics\.jsonl"):
+        require_no_history(run_dir)
+    run_dir.metrics.unlink()
+    require_no_history(run_dir)
+    assert beginning(run_dir) == ""
+    run_dir.write_status(State.DONE, step=12)
+    assert "though status.json says done at step 12: checkpoints, records and history of that" in beginning(run_dir)
     run_dir.begin()
     run_dir.metrics.write_text("{}\n{}\n")
-    run_dir.require_no_history()  # it was killed before its first checkpoint
-    assert "begins again at zero: the attempt of 20" in run_dir.beginning()
-    assert "its 2 records are moved to metrics.superseded.jsonl" in run_dir.beginning()
+    require_no_history(run_dir)  # it was killed before its first checkpoint
+    assert "begins again at zero: the attempt of 20" in beginning(run_dir)
+    assert "its 2 records are moved to metrics.superseded.jsonl" in beginning(run_dir)
     run_dir.note_saved(40)
     run_dir.begin()  # changes nothing
     said = r"resume=auto: .* the folder checkpoints is empty or gone, and the run was saved at step 40\. Nothing is"
     with pytest.raises(ConfigError, match=said):
-        run_dir.require_no_history()
+        require_no_history(run_dir)
     with pytest.raises(ConfigError, match="already holds the results"):
         run_dir.refuse_to_mix()
 
@@ -116,18 +118,11 @@ def test_a_folder_that_was_a_checkpoint_is_a_history(tmp_path: Path, left: str) 
     run_dir = RunDir(tmp_path)
     run_dir.begin()
     (run_dir.checkpoints / ".saving-step-2").mkdir(parents=True)
-    run_dir.require_no_history()
+    require_no_history(run_dir)
     (run_dir.checkpoints / left).mkdir()
     said = rf"1 damaged \({left}\).* Restore the folder .* name a checkpoint .* with resume=PATH .* resume=never and a"
     with pytest.raises(ConfigError, match=said):
-        run_dir.require_no_history()
-
-
-def test_records_of_which_nobody_knows_whether_they_were_saved_are_a_history(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.metrics.write_text("{}\n" * 12)
-    with pytest.raises(ConfigError, match=r"the run has 12 records in metrics\.jsonl"):
-        run_dir.require_no_history()
+        require_no_history(run_dir)
 
 
 @pytest.mark.fault(
@@ -140,7 +135,7 @@ def test_a_job_that_is_started_again_in_an_empty_folder_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    says(RunDir(tmp_path).beginning())
+    says(beginning(RunDir(tmp_path)))
     says(caplog.text)
 
 
@@ -277,19 +272,11 @@ def test_killed_runs_count_and_a_damaged_record_does_not_matter(tmp_path: Path) 
         note_start(tmp_path, restarted=True)
 
 
-@pytest.mark.parametrize(
-    ("environment", "restarted"),
-    [
-        ({}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
-        ({"SLURM_RESTART_COUNT": "2"}, True),
-        ({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1"}, False),
-        ({"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_MIN": "1"}, True),
-    ],
-)
-def test_who_has_started_it(environment: dict[str, str], restarted: bool) -> None:
-    assert is_restart(environment) is restarted
+def test_who_has_started_it() -> None:
+    array = {"SLURM_ARRAY_TASK_MIN": "1"}
+    person = [{}, {"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "0"}, array | {"SLURM_ARRAY_TASK_ID": "1"}]
+    machine = [{name: "1"} for name in person[1]] + [array | {"SLURM_ARRAY_TASK_ID": "2"}]
+    assert [*map(is_restart, person + machine)] == [False] * 3 + [True] * 3
 
 
 def test_a_job_of_kubernetes_is_known_by_its_name(tmp_path: Path) -> None:
