@@ -49,6 +49,11 @@ class BatchConfig:
         schedule (list of mappings): Smaller global batches at the start of the run, before ``global_size``:
             ``[{global_size: 64, updates: 500}]``. Each has its ``global_size`` and its length in ``updates``,
             ``samples`` or ``tokens``.
+        scale_lr (none | sqrt | linear): With ``schedule``: how the learning rate follows the global batch. What is
+            configured is for ``global_size``. [More](trainer.md#a-global-batch-that-grows).
+        scale_betas: With ``schedule``: forget as much in as many samples: betas, or the momentum, to the power of the
+            growth.
+        scale_decay: With ``schedule``: decay weights as much in as many samples.
         noise: Log the [gradient noise scale](trainer.md#the-gradient-noise-scale), an estimate of the largest global
             batch that saves steps.
         unit_size: With ``numerics=reproducible``: samples of a unit, the micro-batch that is the same on any number of
@@ -65,6 +70,9 @@ class BatchConfig:
     packing: str = "none"
     row_tokens: Optional[int] = None  # noqa: UP045
     schedule: list[Node] = field(default_factory=list)
+    scale_lr: str = "none"
+    scale_betas: bool = False
+    scale_decay: bool = False
     noise: bool = False
     unit_size: Optional[int] = None  # noqa: UP045
     virtual_ranks: int = 32
@@ -77,6 +85,7 @@ class BatchConfig:
         require_annotated("batch", self)
         problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
         require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)
+        require_choice("batch.scale_lr", self.scale_lr, ("none", "sqrt", "linear"))
         self._check_micro_tokens()
         require_count("batch.virtual_ranks", self.virtual_ranks, least=1)
         self._take_unit_size()
@@ -123,6 +132,11 @@ class BatchConfig:
         require(not self.pad_rows, key, most, problem, "Use batch.micro_size with it, or batch.pad_rows=false")
         if is_one_of((AUTO,), self.micro_size):  # the tokens are the limit
             object.__setattr__(self, "micro_size", None)
+
+    @property
+    def scales(self) -> bool:
+        """Whether settings of the optimizer follow the global batch."""
+        return self.scale_lr != "none" or self.scale_betas or self.scale_decay
 
     @property
     def limits_samples(self) -> bool:

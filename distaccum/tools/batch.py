@@ -19,4 +19,8 @@ def attached(components: TrainingComponents, accumulator: Accumulator) -> Accumu
         from distaccum.tools.noise import of_run  # noqa: PLC0415
 
         of_run(components, accumulator)
+    if components.config.batch.scales:
+        from distaccum.tools.growth import Growth  # noqa: PLC0415
+
+        accumulator.engine.hooks.add(Growth(components, accumulator))
     return accumulator

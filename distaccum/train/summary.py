@@ -17,7 +17,7 @@ from distaccum.data.spec import DataSpec
 from distaccum.engines.base import Engine
 from distaccum.errors import shorten
 from distaccum.precision.selection import describe
-from distaccum.program import BEST_EVALUATION, load
+from distaccum.program import BEST_EVALUATION, STAGES, load
 from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.run_dir import RunDir, State
@@ -58,6 +58,8 @@ def print_header(
         "plan": plan.describe()[0],
         "epoch": f"{plan.describe()[1]}; {_updates(components)}",
     }
+    if config.batch.scales:
+        lines["stages"] = load(STAGES)(components)
     if reason := components.memory.get("reason"):
         lines["memory"] = str(reason)
     if components.groups:

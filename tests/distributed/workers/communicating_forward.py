@@ -1,7 +1,4 @@
-"""A loss that gathers the other ranks' outputs, over gloo: even windows train, uneven ones are refused on all ranks.
-
-With ``full`` a rank runs out of memory after the first forward's gathering.
-"""
+"""A loss that gathers others' outputs over gloo, in even windows or refused uneven ones; ``full``: memory runs out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run on any number of ranks: compiled forwards beside the truth, beside plain loops, and beside eager ones.
-
-``compiled.py RESULT CELL ...``: each cell is ``task,engine,compile,backend,precision``; writes what each has found.
-"""
+"""Run by torchrun: compiled forwards beside truth and eager ones; cells ``task,engine,compile,backend,precision``."""
 
 from __future__ import annotations
 

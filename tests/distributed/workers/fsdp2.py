@@ -1,7 +1,4 @@
-"""Run by torchrun: FSDP2's own settings, uneven ranks and unusual models, beside one fp64 process on whole windows.
-
-``fsdp2.py RESULT PART...``: a JSON file to write, and which of :data:`PARTS` to run. ``RESULT.pt`` gets weights.
-"""
+"""Run by torchrun: FSDP2's own settings, uneven ranks, unusual models, beside one fp64 process, by :data:`PARTS`."""
 
 from __future__ import annotations
 

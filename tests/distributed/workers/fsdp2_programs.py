@@ -1,8 +1,4 @@
-"""Run by torchrun: loops as people write them on FSDP2, on uneven ranks, beside one fp64 process on whole windows.
-
-``fsdp2_programs.py RESULT few|all``: a JSON file to write, and which cells. The oracle is plain torch: it knows windows
-only as sets of samples.
-"""
+"""Run by torchrun, ``few`` or ``all``: loops as people write them on FSDP2, on uneven ranks, beside plain fp64."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Trains a model with extra state and buffers of every type: at once, and in two runs of which the second resumes.
-
-``odd_state.py FOLDER ENGINE`` asserts on every rank that both end in the same bits. With ``callback`` for ENGINE a
-callback of rank 1 raises instead.
-"""
+"""Run as FOLDER ENGINE: extra state and odd buffers, at once and resumed, in the same bits; or a bad ``callback``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Run by torchrun: trains in cells in which memory runs out; ranks are processes, as torch's generator is of one.
-
-``out_of_memory.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size. Of each cell it has
-which windows were stepped on; all of them are held to the truth here.
-"""
+"""Run by torchrun: the asked cells, in which memory runs out; ranks are processes, as torch's generator is of one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run on 1 or 2 ranks: chats whose answers are learned, and samples drawn by weight; what each window counted and held.
-
-``own_data.py RESULT.json ASKED.json``: ``asked`` has the folder of chats and a tokenizer, and the weights.
-"""
+"""Run on 1 or 2 ranks, ASKED: answers of a folder's chats, and samples drawn by weight: what windows counted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run by torchrun: trains in cells of ``tests.support.reproducible``, and writes what must be the same on any world.
-
-``reproducible.py RESULT CELLS RUNS``: a JSON file to write, one with the cells, and a folder for the runs.
-"""
+"""Run by torchrun: trains in the asked cells, in folders of RUNS: what must be the same on any world."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Run by torchrun: trains in a mode on each engine that shards, from the beginning or from a checkpoint.
-
-``resumes.py FOLDER MODE whole|parts``: run directories are ``FOLDER/whole/ENGINE``; then ``FOLDER/parts/ENGINE``, which
-begin with the middle checkpoints of the former.
-"""
+"""Run by torchrun, FOLDER MODE: engines that shard, ``whole``, or in ``parts`` from the middle checkpoints of these."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A training that prints, warns and logs on every rank, skips, evaluates and saves; it waits, and never ends by itself.
-
-Usage: screen.py FOLDER
-"""
+"""A training in FOLDER that prints, warns and logs on every rank, skips, evaluates, saves, waits, and never ends."""
 
 from __future__ import annotations
 

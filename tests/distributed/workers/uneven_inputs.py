@@ -1,7 +1,4 @@
-"""Run by torchrun: ranks with different numbers of micro-batches where a forward is a collective.
-
-``uneven_inputs.py RESULT [spoiled]``. The first engine is the one to compare with; what each case found is by its name.
-"""
+"""Run by torchrun, perhaps ``spoiled``: uneven ranks where a forward is a collective, beside the first engine."""
 
 from __future__ import annotations
 

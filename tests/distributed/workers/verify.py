@@ -1,8 +1,4 @@
-"""Run by torchrun: trains with ``verify=first`` and nothing else to look at the gradient; writes what is said.
-
-``verify.py RESULT RUNS``: a JSON file to write, a list with each run's message of every rank (where it trained to its
-end what was verified, or ""), and a JSON file with the runs.
-"""
+"""Run by torchrun: the asked runs, of which ``verify=first`` alone looks at the gradient; what each rank says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Run by torchrun: cells of both matrices with their proofs; writes what is said of each.
-
-``verify_cells.py RESULT CELLS``: a JSON file to write, and one with the cells of this world size: those of the oracle
-matrix (as ``run_window`` is used by loops and the Trainer) and of the engine matrix, where every window is proved.
-"""
+"""Run by torchrun: the asked cells of oracle and engine matrix with their proofs, of every window of the latter."""
 
 from __future__ import annotations
 

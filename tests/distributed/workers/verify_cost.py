@@ -1,7 +1,4 @@
-"""Run by torchrun: what proofs and the comparison of replicas cost a small GPT, in counts that do not vary.
-
-``verify_cost.py RESULT``: a JSON file to write, by mode: the first window, and those up to a comparison.
-"""
+"""Run by torchrun: what proofs and comparisons of replicas cost a small GPT, by mode, in counts that do not vary."""
 
 from __future__ import annotations
 

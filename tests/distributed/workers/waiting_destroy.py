@@ -1,8 +1,4 @@
-"""Run by torchrun: a rank that fails where the end of a group waits for the other ranks, as ``ncclCommDestroy`` does.
-
-``waiting_destroy.py trainer ARGUMENTS...`` is the main job, ``waiting_destroy.py loop`` a loop of one's own that raises
-on rank 1.
-"""
+"""Run as ``trainer ARGUMENTS...`` or ``loop``: rank 1 fails where a group's end waits for others, as in NCCL."""
 
 import sys
 from time import sleep

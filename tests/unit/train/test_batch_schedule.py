@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ from torch import Tensor, nn
 
 from distaccum import Accumulator, BatchConfig, DataSpec, RunConfig, Trainer
 from distaccum.distributed.world import World
+from distaccum.engines.modules import to_local
 from distaccum.errors import ConfigError
+from distaccum.tools import growth
 from distaccum.train.schedules import Cosine
 from tests.support.accumulators import Loss as Squares
-from tests.support.runs import settings
+from tests.support.commands import metrics
+from tests.support.runs import CONSTANT, NOTHING, settings
 
 N, EPOCHS, WARMUP = 23, 3, 3
 STAGES = [{"global_size": 3, "updates": 4}, {"global_size": 5, "samples": 20}]
@@ -31,14 +36,14 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def _config(schedule: list[dict[str, int]], size: int = 8, **trainer: Any) -> RunConfig:
+def _config(schedule: list[dict[str, int]], more: Mapping[str, Any] = NOTHING, **trainer: Any) -> RunConfig:
     groups = {
-        "batch": {"global_size": size, "micro_size": 2, "schedule": schedule},
+        "batch": {"global_size": 8, "micro_size": 2, "schedule": schedule},
         "optim": {"lr": 0.05, "clip_norm": None, "optimizer": {"_target_": "torch.optim.SGD", "momentum": 0.9}},
         "schedule": {"_target_": "distaccum.train.schedules.Cosine", "warmup_steps": WARMUP},
     }
     trainer = {"max_steps": None, "max_epochs": EPOCHS, "log_every": 1, **trainer}
-    return settings(None, trainer, save=3, resume="auto", **groups)
+    return settings(None, trainer, save=3, resume="auto", **groups | more)
 
 
 def _fit(folder: Path, config: RunConfig, **given: Any) -> list[Tensor]:
@@ -122,6 +127,51 @@ def test_another_schedule_is_no_continuation(gloo_world: World, tmp_path: Path) 
     assert all(torch.isfinite(p).all() for p in resumed)
 
 
+@pytest.mark.parametrize(("rule", "engine"), [("none", "fsdp2"), ("sqrt", "zero1"), ("linear", "ddp")])
+def test_rate_betas_and_decay_follow_the_batch(gloo_world: World, tmp_path: Path, rule: str, engine: str) -> None:
+    """Also in an epoch's last window, which is smaller than its stage's, and after a resume in the middle."""
+    batch = {"global_size": 8, "micro_size": 2, "schedule": STAGES}
+    adamw = {"_target_": "torch.optim.AdamW", "betas": [0.9, 0.99], "weight_decay": 0.2}
+    more = {
+        "engine": {"name": engine},
+        "batch": batch | {"scale_lr": rule, "scale_betas": True, "scale_decay": True},
+        "optim": {"lr": 0.05, "clip_norm": None, "optimizer": adamw},
+        "schedule": CONSTANT,
+    }
+    for steps in (7, len(SIZES)):
+        found = _fit(tmp_path, _config(STAGES, more, max_epochs=None, max_steps=steps))
+    model, begin, rates = _model(), 0, []
+    optimizer = torch.optim.AdamW(model.parameters())
+    (group,) = optimizer.param_groups
+    for size, stage in zip(SIZES, [3] * 4 + [5] * 5 + [8] * 5, strict=True):  # by hand
+        rows, begin = X[begin : begin + size], (begin + size) % N
+        factor = {"none": 1.0, "sqrt": (stage / 8) ** 0.5, "linear": stage / 8}[rule]
+        group["lr"], group["weight_decay"] = 0.05 * factor, 0.2 * (stage / 8) / factor
+        group["betas"] = 0.9 ** (stage / 8), 0.99 ** (stage / 8)
+        optimizer.zero_grad()
+        ((model(rows) - 1).square().sum() / size).backward()
+        optimizer.step()
+        rates.append(group["lr"])
+    own = [to_local(p) for p in found]
+    torch.testing.assert_close(own, [p.detach() for p in model.parameters()], rtol=1e-12, atol=1e-13)
+    assert [record["lr"] for record in metrics(tmp_path)] == pytest.approx(rates, rel=1e-12)
+    run: Any = SimpleNamespace(config=_config(STAGES, more), optimizers=[torch.optim.AdamW(_model().parameters())])
+    if rule == "sqrt":
+        assert growth.stages(run).startswith(
+            "3: lr 0.000612372, betas 0.96126 0.999625, weight_decay 0.00612372; 5: lr 0.00"
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "stages", "said"),
+    [("betas", STAGES, "SGD has no betas"), ("decay", STAGES, "SGD decays no"), ("decay", [], "and no stage")],
+)
+def test_what_is_not_there_is_not_scaled(gloo_world: World, tmp_path: Path, key: str, stages: Any, said: str) -> None:
+    batch = {"global_size": 8, "micro_size": 2, "schedule": stages, f"scale_{key}": True}
+    with pytest.raises(ConfigError, match=rf"batch\.s.*: {said}"):
+        _fit(tmp_path, _config([], {"batch": batch, "optim": {"optimizer": {"_target_": "torch.optim.SGD"}}}))
+
+
 def test_numbers_may_come_from_the_environment() -> None:
     made = BatchConfig(schedule=[{"global_size": "4", "updates": 2}])  # as ${oc.env:FIRST} gives it
     assert made.schedule == [{"global_size": 4, "updates": 2}]
@@ -140,6 +190,7 @@ def test_numbers_may_come_from_the_environment() -> None:
         ),
         ({"schedule": [{"global_size": 0, "updates": 1}]}, r"batch\.schedule\.0\.global_size=0: is no whole number"),
         ({"schedule": [{"global_size": 2, "updates": 1.5}]}, r"batch\.schedule\.0\.updates=1\.5: is no whole number"),
+        ({"scale_lr": "cubic"}, r"batch\.scale_lr=cubic: no such choice"),
         ({"schedule": {"global_size": 2}}, r"batch\.schedule=\{'global_size': 2\}: not of type list"),
         (
             {"schedule": [{"global_size": 3, "updates": 1}], "tokens": 4, "global_size": None},
