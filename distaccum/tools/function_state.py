@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
-from distaccum.tools.plain_state import PlainState
+from torch import nn
+
+from distaccum.tools.plain_state import PlainState, is_of_a_library
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
+_WRAPPING = ("torch.", "distaccum.", "deepspeed.")
 
 
 class _Holder:
@@ -53,7 +57,8 @@ class FunctionState:
                 held += [value for _, _, value in values if type(value) in (list, dict, set)]
             else:
                 held.append(function)
-        self._plain = PlainState([_Holder(held), *(one for one in held if not isinstance(one, type))])
+        own = [one for one in held if not (isinstance(one, type | ModuleType) or is_of_a_library(one))]
+        self._plain = PlainState([_Holder(held), *own])
 
     def restore(self) -> None:
         """Sets them to what they were."""
@@ -70,3 +75,41 @@ def _is_full(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:  # of a variable that has no value yet
         return False
+
+
+class ProgramState:
+    """What modules and other objects hold as plain attributes, and what their hooks and functions keep.
+
+    Args:
+        owners: modules, with the user's hooks on them and on their parameters; other objects, and functions.
+    """
+
+    def __init__(self, owners: Sequence[object]) -> None:
+        self._plain = PlainState(owners)
+        self._functions = FunctionState(_functions(owners))
+
+    def changed(self) -> Iterator[str]:
+        """The names of attributes that are no longer what they were; reads the device."""
+        return self._plain.changed()
+
+    def restore(self) -> None:
+        """Sets everything to what it was; see :class:`PlainState`."""
+        self._plain.restore()
+        self._functions.restore()
+
+
+def _functions(owners: Iterable[object]) -> Iterator[Callable[..., Any]]:
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            kinds = [owner._forward_pre_hooks, owner._forward_hooks, owner._backward_pre_hooks, owner._backward_hooks]
+            kinds += [parameter._backward_hooks or {} for parameter in owner.parameters(recurse=False)]
+            yield from (hook for hooks in kinds for hook in hooks.values() if not _is_of_a_library(hook))
+        elif callable(owner):
+            yield owner
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    """Whether it is torch's, an engine's or ours, of which nothing may be put back."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_WRAPPING)

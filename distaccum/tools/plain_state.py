@@ -104,9 +104,13 @@ def _has_contents(value: object) -> bool:
     return type(value) in (list, dict, set, deque)
 
 
+def is_of_a_library(value: object) -> bool:
+    """Whether its class is torch's, Python's or ours."""
+    return type(value).__module__.partition(".")[0] in _LIBRARIES
+
+
 def _is_the_users(value: object) -> bool:
-    library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    return not library and not isinstance(value, nn.Module | type) and hasattr(value, "__dict__")
+    return not is_of_a_library(value) and not isinstance(value, nn.Module | type) and hasattr(value, "__dict__")
 
 
 def _copy(value: Any) -> Any:

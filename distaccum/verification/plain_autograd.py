@@ -15,6 +15,7 @@ from distaccum.engines.buffers import Buffers, state_restored
 from distaccum.engines.compiled import uncompiled
 from distaccum.engines.modules import trained
 from distaccum.losses.normalize import Counts, LossSum, as_loss_sums, normalize_loss
+from distaccum.program import PLAIN_STATE, load
 from distaccum.verification.expected import wide
 from distaccum.verification.recorded import RecordedWindow
 
@@ -56,9 +57,11 @@ class PlainGradient:
         if own := own_backwards(value):
             raise RuntimeError(f"{', '.join(own)} has a backward of its own, which may run once only")
         parameters = trained(self._engine.unwrapped_model)
+        before = load(PLAIN_STATE)(list(self._engine.unwrapped_model.modules()))  # which hooks may move
         if not self.parts:
             self._looks_at_size(value, parameters)
         self._add(value, parameters, keep=True)
+        before.restore()
 
     def run(self) -> None:
         """Runs the window's forwards and backwards once more, as they began, and sets everything back.

@@ -126,6 +126,7 @@ class Program:
         probe: called between windows with the model that the user calls and a batch; not in the truth.
         wrapped: what the user calls in place of ``acc.model``, made of it.
         prepared: called with the model before an accumulator or a loop has it.
+        after_backward: called with each micro-batch's loss after its backward; not in the truth.
         after_window: makes what is called with model and optimizer after every step; it returns what it keeps, by
             name, to be compared too.
         finish: called in the truth between backward and step.
@@ -143,6 +144,7 @@ class Program:
     stream: bool = False
     wrapped: Callable[[nn.Module], nn.Module] = unchanged
     prepared: Callable[[nn.Module], nn.Module] = unchanged
+    after_backward: Callable[[Tensor], object] | None = None
     after_window: Callable[[], AfterWindow] | None = None
     finish: Callable[[nn.Module], None] | None = None
     truth: Callable[[torch.dtype], dict[str, Tensor]] | None = None
@@ -596,6 +598,7 @@ PROGRAMS: dict[str, Program] = {
     "Adagrad": Program(optimizer=opt("Adagrad", lr=0.05, initial_accumulator_value=0.1)),
     "Adafactor": Program(optimizer=opt("Adafactor", lr=0.01)),
     "RAdam": Program(optimizer=opt("RAdam", lr=0.01, eps=1e-2)),
+    "all_reduce of each loss": Program(after_backward=lambda loss: torch.distributed.all_reduce(loss.detach().clone())),
     "Nesterov": Program(optimizer=opt("SGD", lr=0.05, momentum=0.9, nesterov=True)),
 }
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
@@ -617,13 +620,14 @@ REFUSED: dict[str, dict[str, str]] = {
     "complex parameter": {"fsdp2": "one block holds", "deepspeed": "which is complex"},
     "0-dim parameter": {"fsdp2": "no dimension to cut", "deepspeed": "which has no dimension"},
     "gradient penalty": {"fsdp2": "differentiated twice"},
+    "all_reduce of each loss": dict.fromkeys(ENGINES, "a collective of its own (allreduce)"),
     "loss without gradient": dict.fromkeys(ENGINES, "the loss has no gradient"),
     "sparse embedding": {"deepspeed": "whose gradient is sparse"},
     "Adafactor": {"deepspeed": "looks at more than one element"},
     "Muon": {"deepspeed": "steps one optimizer, not 2"},
 }
 # Refused in the first window that cannot be exact, after others that were.
-LATE = {("GAN, two accumulators", "fsdp2")}
+LATE = {("GAN, two accumulators", "fsdp2"), *(("all_reduce of each loss", engine) for engine in ENGINES)}
 # Neither exact nor refused by distaccum.
 OPEN: dict[tuple[str, str], str] = {}
 

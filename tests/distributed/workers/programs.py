@@ -62,7 +62,9 @@ def ours(program: Program, engine: Any, world: World, before: Before) -> dict[st
         for micro in window:
             batch = programs.cast(micro.batch, torch.float32)
             with acc.accumulate():
-                acc.backward(program.loss(called, batch))
+                acc.backward(loss := program.loss(called, batch))
+            if program.after_backward is not None:
+                program.after_backward(loss)
         if after_window is not None:
             kept = after_window(model, optimizer)
         if program.probe is not None:
