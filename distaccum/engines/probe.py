@@ -136,7 +136,7 @@ class GradientProbe:
             self._parts_changed()
             yield {name: (part.double() - before[name].double()).flatten() for name, part in own.items()}
         finally:
-            for name, part in own.items():
+            for name, part in self._parts(direction).items():
                 part.copy_(before[name])
             self._parts_changed()
 

@@ -43,9 +43,7 @@ def own_device(device: torch.device, backend: str) -> str:
         raise ConfigError("device", device, problem, "Use a CPU, or an accelerator that torch calls cuda or xpu")
     # Else NCCL and the random generators use the first GPU on every rank.
     torch.get_device_module(device).set_device(device)
-    if backend == _GLOO:
-        return _GLOO
-    own = dist.Backend.default_device_backend_map.get(device.type, _GLOO)
+    own = backend if backend == _GLOO else dist.Backend.default_device_backend_map.get(device.type, _GLOO)
     return f"{_CPU}:{_GLOO},{device.type}:{own}"
 
 

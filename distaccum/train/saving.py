@@ -22,11 +22,15 @@ from distaccum.errors import ConfigError
 
 # Host memory that a save copies tensors into, so that training may change them: reused by the next save.
 
+_ALIGNED = 64  # bytes, where each tensor begins
+
 
 class HostMemory:
-    """Copies of tensors on the host, in memory that is taken once; pinned where the tensors are on a GPU.
+    """Copies of tensors on the host, in a few large blocks that are taken once; pinned where the tensors are on a GPU.
 
-    A copy is complete after :meth:`wait`, and stays until :meth:`reuse`.
+    Torch pins memory in powers of two, and each time the host waits:
+    https://docs.pytorch.org/docs/stable/notes/cuda.html, on its host allocator. A copy is complete after :meth:`wait`,
+    and stays until :meth:`reuse`.
 
     Args:
         device: of this rank.
@@ -34,28 +38,31 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pins = device, device.type != "cpu"
-        self._taken: list[Tensor] = []
-        self._next = 0
+        self._blocks: list[Tensor] = []
+        self._used: list[int] = []
+        self._left = 0  # bytes of the tensors that are still to come
 
     def missing(self, sizes: Sequence[int]) -> int:
-        """The bytes that copies of tensors of these sizes take, beside what is taken already.
+        """The bytes that copies of tensors of these sizes take, beside what is taken already."""
+        own = [block.nbytes for block in self._blocks]
+        blocks, used, left = [*own], [0] * len(own), sum(map(_aligned, sizes))
+        for size in sizes:
+            _place(size, blocks, used, left)
+            left -= _aligned(size)
+        return sum(blocks) - sum(own)
 
-        Torch pins memory in powers of two: https://docs.pytorch.org/docs/stable/notes/cuda.html, on its host allocator.
-        """
-        return max(0, sum(map(self._taken_for, sizes)) - sum(self._taken_for(tensor.nbytes) for tensor in self._taken))
-
-    def reuse(self) -> None:
-        """The next copies overwrite those of before; where they come in the same order, no memory is taken."""
-        self._next = 0
+    def reuse(self, sizes: Sequence[int] = ()) -> None:
+        """The next copies, of tensors of these sizes, overwrite those of before."""
+        self._used, self._left = [0] * len(self._blocks), sum(map(_aligned, sizes))
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy on the host, of the same type and shape; from a GPU it is made behind the device's work."""
-        if self._next == len(self._taken):
-            self._taken.append(self._take(tensor.nbytes))
-        elif self._taken[self._next].nbytes != tensor.nbytes:
-            self._taken[self._next] = self._take(tensor.nbytes)
-        copied = self._taken[self._next].view(tensor.dtype).view(tensor.shape)
-        self._next += 1
+        sizes = [block.nbytes for block in self._blocks]
+        block, start = _place(tensor.nbytes, sizes, self._used, self._left)
+        self._left -= _aligned(tensor.nbytes)
+        for size in sizes[len(self._blocks) :]:
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pins))
+        copied = self._blocks[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor, non_blocking=self._pins)
 
     def wait(self) -> None:
@@ -63,11 +70,23 @@ class HostMemory:
         if self._pins:
             torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
-    def _take(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
 
-    def _taken_for(self, size: int) -> int:
-        return 1 << (size - 1).bit_length() if self._pins and size else size
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _place(size: int, blocks: list[int], used: list[int], left: int) -> tuple[int, int]:
+    """Where a tensor goes, by block and byte; into a new block of a power of two where it fits into none.
+
+    Blocks are as large as what is still to come allows: their sum is little more than the tensors'.
+    """
+    chosen = next((i for i, block in enumerate(blocks) if used[i] + size <= block), len(blocks))
+    if chosen == len(blocks):
+        blocks.append(max(1 << (size - 1).bit_length() if size else 1, 1 << left.bit_length() >> 1))
+        used.append(0)
+    start = used[chosen]
+    used[chosen] += _aligned(size)
+    return chosen, start
 
 
 # A checkpoint's files, written by a thread while training goes on.

@@ -115,6 +115,8 @@ class FSDP2Probe(GradientProbe):
             yield {name: leaves[id(shard)] for name, shard in self._parameters.items() if shard.requires_grad}
 
     def _parts(self, direction: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self._world.device.type != "cpu":  # which may still read what is offloaded
+            torch.get_device_module(self._world.device).synchronize(self._world.device)
         return {name: to_local(self._parameters[name].data) for name in direction}
 
     def _parts_changed(self) -> None:

@@ -289,7 +289,7 @@ class Checkpoints(Part):
             self._background = None
             return False
         folder = self._store.begin(step, self._world)
-        self._host_memory.reuse()
+        self._host_memory.reuse(part.sizes)
         copies = list(part.files(self._host_memory.copy))
         self._host_memory.wait()
         self._begun = self._accumulator.tracker.progress

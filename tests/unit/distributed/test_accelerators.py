@@ -26,8 +26,6 @@ def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
 def test_a_rank_takes_the_machines_card_of_either_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _has(monkeypatch, kind, 4)
     assert LaunchEnvironment(local_rank=3, local_size=4).device() == torch.device(kind, 3)
-    with pytest.raises(ConfigError, match="LOCAL_RANK=4: this machine has 4 GPUs"):
-        LaunchEnvironment(local_rank=4).device()
 
 
 def test_apples_is_left_alone_which_is_said_and_refused_where_it_is_asked_for(
@@ -37,11 +35,8 @@ def test_apples_is_left_alone_which_is_said_and_refused_where_it_is_asked_for(
     with caplog.at_level(logging.WARNING):
         assert [LaunchEnvironment().device() for _ in range(2)] == [torch.device("cpu")] * 2
     assert caplog.text.count("the mps of this machine is not used, and the CPU is") == 1
-    with (
-        pytest.raises(ConfigError, match=r"^device=mps: torch\.mps has no Stream, .*Use a CPU, or .* cuda or xpu"),
-        open_world(LaunchEnvironment(), HashStore(), torch.device("mps")),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=r"^device=mps: torch\.mps has no Stream, .*Use a CPU, or .* cuda or xpu"):
+        open_world(LaunchEnvironment(), HashStore(), torch.device("mps")).__enter__()
 
 
 def test_an_intel_card_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,9 +257,14 @@ def test_memory_is_taken_once() -> None:
     first = [memory.copy(tensor) for tensor in given]
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(first, given, strict=True))
     places = [copy.data_ptr() for copy in first]
-    memory.reuse()
+    memory.reuse([tensor.nbytes for tensor in given])
     again = [memory.copy(tensor + 1) for tensor in given]
     assert [copy.data_ptr() for copy in again] == places
     assert torch.equal(again[0], given[0] + 1)
     memory.reuse()
     assert torch.equal(memory.copy(torch.ones(5)), torch.ones(5))  # of another size
+
+
+def test_pinned_memory_is_little_more_than_the_tensors_though_torch_pins_powers_of_two() -> None:
+    sizes = [2**20 + 4] * 300 + [3] * 50
+    assert sum(sizes) <= HostMemory(torch.device("cuda")).missing(sizes) <= 1.03 * sum(sizes)
