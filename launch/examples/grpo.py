@@ -99,10 +99,13 @@ def losses(of: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 for update in range(args.updates):
     micro_batches, reward = rollout(update)
+    loss = 0.0
     for _ in range(PASSES):
-        for micro in acc.window(micro_batches):
+        window = acc.window(micro_batches)
+        for micro in window:
             with acc.accumulate():
                 acc.backward(losses(acc.model, micro.batch))
+        loss = acc.mean_loss() if window else 0.0
     (rewards,) = acc.world.all_reduce_host([reward * len(range(rank, PROMPTS, ranks))])
     if acc.world.is_main and (update + 1) % 5 == 0:
-        print(f"update {update + 1}: reward {rewards / PROMPTS:.4f}, {acc.progress.step} steps")
+        print(f"update {update + 1}: reward {rewards / PROMPTS:.4f}, loss {loss:.7f}, {acc.progress.step} steps")

@@ -1,7 +1,4 @@
-"""FSDP2's own settings: each is exact, holds and sends what it says, and no rank waits for one that has less.
-
-The default run has this engine in the matrix of engines.
-"""
+"""FSDP2's own settings (the default run has its engine matrix): each is exact and small, and no rank waits in vain."""
 
 from __future__ import annotations
 

@@ -44,8 +44,11 @@ ZEROS = """        for frozen in self._model.parameters():
             if not frozen.requires_grad:
                 torch.distributed.all_reduce(torch.zeros_like(frozen).flatten())
 """
+ARRIVED = "tests/distributed/test_arriving.py::test_a_window_is_all_that_came[2-distaccum-engines0]"
 ADAPTERS = "tests/unit/train/test_adapters.py::"
 
+_OWN = "counts={n: sum(micro.counts[n] for micro in micro_batches) or 1 for n in counts},"
+_PADDED = "MicroBatch(batch, {'loss': batch['mask'].numel()})"
 _ALIAS = "self.sums[node] = list(tensors)"
 _ON_UPDATE = "    def on_update(self, run: Run, outcome: Outcome) -> None:\n"
 _ON_SKIP = "    def on_skip(self, run: Run, outcome: Outcome) -> None:\n        "
@@ -465,6 +468,14 @@ MUTANTS: tuple[tuple[str, Mutant], ...] = (
         "train/evaluate.py",
         "            if self._batches:\n",
         "            if False:\n",
+    ),
+    *(
+        _one(ARRIVED, f"arriving: the count of {what}", file, old, new)
+        for what, file, old, new in (
+            ("one rank", "data/arriving.py", "counts=counts,", _OWN),
+            ("a micro-batch", "accumulation/open_window.py", "self._known_counts(count) if", "self._current.counts if"),
+            ("padded tokens", "data/arriving.py", "counter.micro_batch(batch)", _PADDED),
+        )
     ),
 )
 

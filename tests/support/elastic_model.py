@@ -17,8 +17,7 @@ history as long as no such commit is found.
 What is left out of the search, and why nothing is lost:
 
 - A member completes a collective, does what it does alone and enters the next collective in one move. The others see
-  only what it has entered. A death in between looks to them like one before the completion, and what it did is lost
-  with it.
+  only what it has entered. A death in between looks to them like one before the completion; what it did is lost.
 - It leaves a group and reports in one move: a member that has left and not reported makes the others fail, as what made
   it leave does, and is waited for or left out like one that is still in the group.
 - It finds a decided view and joins its group in one move, for the same reason as the first.

@@ -127,12 +127,10 @@ class Program:
         wrapped: what the user calls in place of ``acc.model``, made of it.
         prepared: called with the model before an accumulator or a loop has it.
         after_backward: called with each micro-batch's loss after its backward; not in the truth.
-        after_window: makes what is called with model and optimizer after every step; it returns what it keeps, by
-            name, to be compared too.
+        after_window: makes what is called with model and optimizer after every step; it returns what to compare too.
         finish: called in the truth between backward and step.
         truth: another road to the weights after all windows, in a dtype: in place of the plain loop.
-        loop: another loop: given ``(engine, world, note)``, it returns the weights and calls ``note`` with each
-            accumulator.
+        loop: another loop: given ``(engine, world, note)``, it returns weights, and gives ``note`` accumulators.
     """
 
     model: Callable[[], nn.Module] = Net

@@ -1,8 +1,7 @@
 """Run by torchrun: programs with one fault each, in a package whose guards may be cut out; writes how each ends.
 
-``faults.py RESULT RUNS``: a JSON file to write, and one with a list of ``[fault, verify]``; the fault ``""`` is none.
-The answer has for each run what every rank says (empty where it trained to its end), and the largest error of its
-weights.
+It is asked a list of ``[fault, verify]``; the fault ``""`` is none. The answer has for each run what every rank says
+(empty where it trained to its end), and the largest error of its weights.
 """
 
 from __future__ import annotations

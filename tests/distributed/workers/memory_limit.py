@@ -1,8 +1,4 @@
-"""Run as a process of its own: trains where the address space really is too small for a whole micro-batch.
-
-``memory_limit.py RESULT``: a JSON file to write, with the errors against a plain fp64 loop over the whole batch, run
-without a limit, and with the shapes that failed.
-"""
+"""Run alone: trains where the address space is too small for a micro-batch; errors beside fp64, shapes that failed."""
 
 from __future__ import annotations
 

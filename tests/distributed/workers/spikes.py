@@ -1,8 +1,4 @@
-"""Run by torchrun on 2 ranks: runs whose gradients spike in some windows, beside one fp64 process on whole batches.
-
-``spikes.py RESULT FOLDER ENGINE CASE...``: a JSON file to write, a folder for the runs, the engine as JSON, and names
-of :data:`CASES`; with ``resumed: `` before one it is stopped and resumed as well.
-"""
+"""Run on 2 ranks, FOLDER ENGINE CASE...: spikes in some windows, by :data:`CASES`, ``resumed: `` too, beside fp64."""
 
 from __future__ import annotations
 
