@@ -96,6 +96,7 @@ COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_o
 
 # Commands that another test runs, or a longer or shorter one of their kind.
 THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
+GRPO = "distributed/test_examples.py::test_the_policy_learns_alike_on_1_and_2_processes"
 OWN_SWEEP = "distributed/test_sweeps.py::test_hydras_own_sweep_runs_what_it_lists"
 OWN_EXPERIMENT = "distributed/test_sweeps.py::test_the_pages_experiment_by_its_commands"
 NANOGPT = "distributed/test_guides.py::test_nanogpt_from_a_text_to_a_sample"
@@ -110,7 +111,8 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node=2 launch/examples/keras_classifier.py": (
         "distributed/test_examples.py::test_the_keras_classifier_learns"
     ),
-    "python launch/examples/grpo.py": "distributed/test_examples.py::test_the_policy_learns_alike_on_1_and_2_processes",
+    "torchrun --standalone --nproc-per-node=2 launch/examples/grpo.py": GRPO,
+    "python launch/examples/grpo.py": GRPO,
     "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
     "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
         "distributed/test_examples.py::test_the_encoder_decoder_learns"
