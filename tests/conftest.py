@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -16,6 +18,14 @@ settings.load_profile("no clock")
 os.fsync = lambda _: None
 
 pytest_plugins = ["distaccum.testing.fixtures", "tests.support.faults"]
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """torch.compile without what another test has compiled and captured."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -514,10 +514,6 @@ def test_both_sides_of_the_accelerate_diff_run(tmp_path: Path, sign: str) -> Non
 # ------------------------------------------------------------------------------------------ names and links
 
 
-def test_the_readme_is_short() -> None:
-    assert len(text_of("README.md").splitlines()) <= 180
-
-
 def _anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
@@ -557,7 +553,8 @@ def test_every_page_is_in_the_index() -> None:
         assert re.search(rf"\({page}[)#]", index), page
 
 
-def test_the_page_for_who_changes_the_code_is_short() -> None:
+def test_what_is_read_first_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 180
     assert len(text_of("AGENTS.md").splitlines()) <= 60
 
 

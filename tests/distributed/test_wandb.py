@@ -284,13 +284,16 @@ def test_a_key_that_is_missing_or_bad_is_refused(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.fault(
+DIED = pytest.mark.fault(
     "kill -9 of W&B's process, or the disk of its folder is full",
     group="services",
     does="trains on",
     says="Weights & Biases: ...; metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
 )
+
+
+@pytest.mark.slow
+@DIED
 def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:
@@ -310,12 +313,7 @@ def test_when_its_process_is_killed_nothing_is_lost_and_little_is_said(
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "kill -9 of W&B's process, or the disk of its folder is full",
-    group="services",
-    does="trains on",
-    says="Weights & Biases: ...; metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
-)
+@DIED
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_full_disk_of_its_folder_is_told(tmp_path: Path, when: str, says: Callable[[str], None]) -> None:
     """Before W&B has begun, and after."""

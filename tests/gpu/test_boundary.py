@@ -22,6 +22,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import HostCopy
 from distaccum.precision.scaler import LossScaler
+from tests.support.accumulators import SQUARED_ERRORS
 
 pytestmark = pytest.mark.gpu
 
@@ -60,20 +61,10 @@ def _batch(samples: Sequence[Batch], device: torch.device) -> Batch:
     return torch.stack(inputs).to(device), torch.stack(targets).to(device)
 
 
-class SquaredError:
-    """Summed over the samples."""
-
-    def count(self, batch: Batch) -> int:
-        return len(batch[0])
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        return (model(batch[0]).float() - batch[1]).square().sum()
-
-
 def _micro_step(engine: Engine, batch: Batch, *, sync: bool) -> None:
     with engine.micro_step(sync=sync):
         with engine.autocast():
-            total = SquaredError()(engine.model, batch)
+            total = SQUARED_ERRORS(engine.model, batch)
         engine.backward(
             da.normalize_loss(total, {"loss": 2 * SAMPLES}, gradient_divide_factor=engine.gradient_divide_factor)
         )
@@ -121,7 +112,7 @@ def test_between_two_windows_nobody_waits(
             engine.set_lr_factor(0.5)
             results.append(engine.step())
             with engine.micro_step(sync=False), engine.autocast():
-                SquaredError()(engine.model, batch)
+                SQUARED_ERRORS(engine.model, batch)
     assert [result.applied for result in results] == [True, True]
     assert any(result.underflow is not None for result in results) == (precision == "fp16")
 
@@ -188,7 +179,7 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(gpu_world: World, ma
         make(model),
         global_batch_size=SAMPLES,
         micro_batch_size=SAMPLES // 2,
-        count=SquaredError().count,
+        count=SQUARED_ERRORS.count,
         clip_norm=1.0,
         precision=PrecisionConfig(name="fp16", scaler=ScalerConfig(initial_scale_power=10)),
         world=gpu_world,
@@ -196,7 +187,7 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale(gpu_world: World, ma
     outcomes: list[Outcome] = []
     weights: list[list[Tensor]] = []
     for window in acc.windows(_in_order(samples)):
-        outcomes.append(acc.step(window, SquaredError()))
+        outcomes.append(acc.step(window, SQUARED_ERRORS))
         weights.append([p.detach().clone() for p in model.parameters()])
     assert [outcome.applied for outcome in outcomes] == [True, True, True, False, True]
     assert [outcome.loss_scale for outcome in outcomes] == [1024.0, 1024.0, 1024.0, 1024.0, 512.0]
@@ -217,13 +208,13 @@ def test_batches_copied_beside_the_compute_arrive_whole(gpu_world: World, monkey
             _one(model),
             global_batch_size=256,
             micro_batch_size=64,
-            count=SquaredError().count,
+            count=SQUARED_ERRORS.count,
             prefetch=ahead,
             world=gpu_world,
         )
         for _ in range(5):
             for window in acc.windows(_in_order(wide)):
-                acc.step(window, SquaredError())
+                acc.step(window, SQUARED_ERRORS)
         return [p.detach().clone() for p in model.parameters()]
 
     generator = torch.Generator().manual_seed(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,17 +13,13 @@ from distaccum.distributed.world import World
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.gpt import GPT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch's own, while it compiles
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("compiler"),
+    pytest.mark.filterwarnings("ignore"),  # torch's own, while it compiles
+]
 
 VOCABULARY, LENGTH, MICRO, MICRO_STEPS, WINDOWS = 32, 16, 2, 4, 4
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    """Without what another test has compiled and captured."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def _samples(windows: int) -> Any:

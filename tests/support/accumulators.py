@@ -1,7 +1,8 @@
-"""Accumulators of tests that train by plain SGD, and a loss."""
+"""Accumulators of tests that train by plain SGD, and losses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, cat, nn
@@ -19,6 +20,27 @@ class Loss:
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
         total: Tensor = (model(batch) - 1).square().sum()
         return total
+
+
+class Of:
+    """A sum that a function makes of model and batch, over the batch's samples or what ``count`` finds in it."""
+
+    def __init__(self, function: Callable[[Any, Any], Tensor], count: Callable[[Any], int] = len) -> None:
+        self._function, self._count = function, count
+
+    def count(self, batch: Any) -> int:
+        return self._count(batch)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._function(model, batch)
+
+
+def _squared_errors(model: nn.Module, batch: Any) -> Tensor:
+    total: Tensor = (model(batch[0]).float() - batch[1]).square().sum()
+    return total
+
+
+SQUARED_ERRORS = Of(_squared_errors, count=lambda batch: len(batch[0]))  # of pairs
 
 
 def over_sgd(model: nn.Module, lr: float, sizes: tuple[int, int], **settings: Any) -> Accumulator:

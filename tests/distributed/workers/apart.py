@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, Callback, DataSpec, Trainer, World
 from distaccum.errors import DistaccumError
+from tests.support.accumulators import Of
 from tests.support.answers import give
 from tests.support.runs import settings
 
@@ -262,22 +263,12 @@ class Editor(Callback):
             self._model.head.bias.data.add_(1.0)
 
 
-class Squares:
-    """A loss for the Trainer."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return squares(model, batch)
-
-
 def run(world: World) -> None:
     model = make()
     config = settings((GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 3}, optim={"clip_norm": None}, schedule={})
     trainer = Trainer(
         model,
-        Squares(),
+        Of(squares),
         plain(),
         optimizer=SGD(model.parameters(), lr=0.05),
         callbacks=[Editor(model, world.rank)],

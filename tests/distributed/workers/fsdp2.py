@@ -25,6 +25,7 @@ from distaccum.engines.fsdp2.engine import FSDP2Engine
 from distaccum.engines.modules import to_local
 from distaccum.errors import ConfigError
 from tests.distributed.workers.engine_matrix import weights_of
+from tests.support.accumulators import SQUARED_ERRORS
 from tests.support.answers import give
 from tests.support.programs import Block
 
@@ -73,16 +74,6 @@ class Tied(nn.Module):
         return self.head(hidden)[:, :1].tanh()
 
 
-class Squares:
-    """A sum of squared errors over the samples."""
-
-    def count(self, batch: Any) -> int:
-        return len(batch[1])
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch[0]).float() - batch[1]).square().sum()
-
-
 def samples(size: int, seed: int = 0) -> list[Sample]:
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(FEATURES, generator=generator), torch.randn(1, generator=generator)) for _ in range(size)]
@@ -125,7 +116,7 @@ def reference(
 
 def accumulator(make: Make, world: World, engine: EngineConfig, size: int, micro: int, **options: Any) -> Accumulator:
     model, optimizers = make()
-    count = Squares().count
+    count = SQUARED_ERRORS.count
     return Accumulator(
         model,
         optimizers,
@@ -146,7 +137,7 @@ def train(
     make: Make, data: Any, world: World, engine: EngineConfig, *, size: int, micro: int, **options: Any
 ) -> dict[str, Tensor]:
     """The weights after an epoch."""
-    acc, loss = accumulator(make, world, engine, size, micro, **options), Squares()
+    acc, loss = accumulator(make, world, engine, size, micro, **options), SQUARED_ERRORS
     for window in acc.windows(source_of(data)):
         for batch in window:
             with acc.accumulate():
@@ -346,7 +337,7 @@ def buffers(world: World) -> dict[str, Any]:
     """Running statistics: this rank's own micro-batches and no others, as on DDP; rank 0's after ``sync_buffers``."""
     found: dict[str, Any] = {}
     for name, engine in {"ddp": DDPConfig(), **SYNCS}.items():
-        acc, loss = accumulator(partial(sgd, Normed), world, engine, 5, 1), Squares()
+        acc, loss = accumulator(partial(sgd, Normed), world, engine, 5, 1), SQUARED_ERRORS
         for window in acc.windows(source_of(samples(22))):
             acc.step(window, loss)
         norm: Any = acc.engine.unwrapped_model.blocks[0].norm  # type: ignore[index,union-attr]
@@ -429,7 +420,7 @@ def wire(world: World) -> dict[str, Any]:
             make, size = partial(sgd, Model), world.size * micro_steps
             engine = replace(config, gather_dtype=gather, replicas=world.size if name == "replicas" else 1)
             acc = accumulator(make, world, engine, size, 1, precision=precision, verify="never")
-            loss = Squares()
+            loss = SQUARED_ERRORS
             windows = acc.windows(source_of(samples(2 * size)))
             acc.step(next(windows), loss)
             with Collectives() as collectives:
@@ -499,7 +490,7 @@ def held(world: World) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state on this rank after a window, and in the middle of one."""
     acc = accumulator(partial(plain, partial(Model, 64)), world, BOUNDARY, 8, 1)
     for window in islice(acc.windows(source_of(samples(16))), 1):
-        acc.step(window, Squares())
+        acc.step(window, SQUARED_ERRORS)
     parameters = list(acc.model.parameters())
     (optimizer,) = acc.engine._optimizers  # type: ignore[attr-defined]
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]

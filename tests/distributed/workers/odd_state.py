@@ -15,6 +15,7 @@ from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.engines.state import from_bytes
 from distaccum.train.callbacks import Callback, Run
+from tests.support.accumulators import SQUARED_ERRORS
 from tests.support.runs import settings
 
 DTYPES = (torch.complex128, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool)
@@ -44,15 +45,6 @@ class Odd(nn.Module):
         return out
 
 
-class SquaredError:
-    def count(self, batch: Any) -> int:
-        return len(batch[0])
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        total: Tensor = (model(batch[0]) - batch[1]).square().sum()
-        return total
-
-
 class Fails(Callback):
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         if LaunchEnvironment.current().rank == 1 and run.progress.step == 2:
@@ -69,7 +61,7 @@ def _run(folder: Path, engine: str, steps: int, callbacks: tuple[Callback, ...] 
     config = settings((16, 4), trainer, save=2, checkpoint={"keep": 0}, resume="auto")
     torch.manual_seed(0)
     model = Odd()
-    Trainer(model, SquaredError(), data, engine=engine, config=config, run_dir=folder, callbacks=callbacks).fit()
+    Trainer(model, SQUARED_ERRORS, data, engine=engine, config=config, run_dir=folder, callbacks=callbacks).fit()
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from distaccum import Callback, DistaccumError, RunConfig, Trainer, World
 from distaccum.checkpoint.tensors import TensorFiles
 from distaccum.data.plan.shuffle import Shuffle
+from tests.support.accumulators import Of
 from tests.support.answers import give
 
 GLOBAL_SIZE, WINDOWS, FEATURES, RATE, CLIP = 8, 60, 4, 0.02, 1.0
@@ -35,17 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"on_spike": "skip", "poisoned": (20, 28), "precision": FP16, "fused": True},
     "stream": {"on_spike": "rollback", "poisoned": (20, 22, 33), "stream": True},
 }
-
-
-class Squares:
-    """A sum of squared errors."""
-
-    def count(self, batch: Any) -> int:
-        return len(batch[0])
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        total: Tensor = (model(batch[0]).squeeze(1).float() - batch[1]).square().sum()
-        return total
 
 
 def make_model() -> nn.Module:
@@ -171,7 +161,10 @@ def fit(
     }
     trainer = Trainer(
         model,
-        Squares(),
+        Of(
+            lambda model, batch: (model(batch[0]).squeeze(1).float() - batch[1]).square().sum(),
+            lambda batch: len(batch[0]),
+        ),
         Stream(case["poisoned"], int(os.environ["RANK"])) if "stream" in case else samples(case["poisoned"]),
         optimizer=torch.optim.AdamW(model.parameters(), lr=RATE, fused=case.get("fused")),
         callbacks=list(callbacks),

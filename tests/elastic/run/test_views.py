@@ -54,7 +54,7 @@ from distaccum.train.owner import Machine
 from distaccum.train.run import Start, run
 from distaccum.train.run_dir import RunDir, State
 from tests.unit.train.test_owner import ELSEWHERE, _write
-from tests.unit.train.test_skips import Square
+from tests.unit.train.test_skips import SQUARES
 
 pytestmark = pytest.mark.usefixtures("gloo_world")
 _NAME = "0.0.1"
@@ -134,7 +134,7 @@ class Becomes(Alone):
 @dataclass
 class Program:
     model: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)
-    loss: Any = field(default_factory=Square)
+    loss: Any = SQUARES
     optimizer: Callable[[Any], Optimizer] | None = None
     evaluates: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from distaccum import functional as da
 from distaccum.distributed.random import KeyedRandom, keys_of
 from distaccum.distributed.world import World
 from distaccum.tools.diagnose import diagnose
+from tests.support.accumulators import Loss
 
 DATA: Any = list(torch.arange(20.0).reshape(10, 2).unbind())
 SIZES: Any = {"global_batch_size": 4, "micro_batch_size": 2}
@@ -32,25 +33,16 @@ class Net(nn.Module):
         if self.checkpoints is None:
             hidden = self.body(x)
         else:
-            x = x.requires_grad_() if self.checkpoints else x
+            x = x.clone().requires_grad_() if self.checkpoints else x
             hidden = checkpoint(self.body, x, use_reentrant=self.checkpoints, preserve_rng_state=True)
         self.drawn.append(hidden.detach().clone())
         total: Tensor = self.head(hidden)
         return total
 
 
-class Loss:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch.clone()) - 1).square().sum()
-        return total
-
-
 def _make(world: World, model: Net, seed: int = 0) -> Accumulator:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return Accumulator(model, optimizer, **SIZES, count=Loss().count, seed=seed, verify="never", world=world)
+    return Accumulator(model, optimizer, **SIZES, count=len, seed=seed, verify="never", world=world)
 
 
 def _net(checkpoints: bool | None = None) -> Net:

@@ -335,19 +335,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_level_2_makes_the_checks_of_the_configuration(
-    gloo_world: World, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _make(gloo_world, **options)
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG[:13], ids=[message for _, message in WRONG[:13]])
-def test_level_1_makes_the_checks_of_the_configuration(
-    gloo_world: World, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _level_1(gloo_world, **options)
+def test_levels_make_the_checks_of_the_configuration(gloo_world: World, options: dict[str, Any], message: str) -> None:
+    for make in (_make,) if {"max_skips", "prefetch"} & options.keys() else (_make, _level_1):
+        with pytest.raises(ConfigError, match=message):
+            make(gloo_world, **options)
 
 
 def _level_1(world: World, clip_norm: Any = None, clip_value: Any = None, **sizes: Any) -> None:

@@ -22,6 +22,7 @@ from distaccum.engines.factory import create_engine
 from distaccum.engines.state import load_model_state, whole_state
 from distaccum.errors import CheckpointError, ConfigError, MisuseError
 from distaccum.tools import export
+from tests.support.accumulators import Loss
 
 KINDS = {
     "complex128": torch.complex128,
@@ -169,15 +170,8 @@ def test_what_cannot_be_saved_is_refused_before_the_run(case: str, tmp_path: Pat
     make, expected = REFUSED[case]
     data = [(torch.zeros(3), torch.zeros(1))] * 4
 
-    class Sum:
-        def count(self, batch: Any) -> int:
-            return len(batch[0])
-
-        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-            return model(batch[0]).sum()  # type: ignore[no-any-return]
-
     with pytest.raises(ConfigError, match=expected):
-        Trainer(make(), Sum(), data, global_batch_size=4, micro_batch_size=2, max_steps=1, run_dir=tmp_path)
+        Trainer(make(), Loss(), data, global_batch_size=4, micro_batch_size=2, max_steps=1, run_dir=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,8 @@ from distaccum.errors import ConfigError, MisuseError
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.losses.transformers import CausalLM, SequenceClassification
 from distaccum.testing.counters import OperationCounter
+
+pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.filterwarnings("ignore")]  # torch's own warnings
 
 DATA: Any = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).unbind())
 QUICK: dict[str, Any] = {"backend": "aot_eager"}
@@ -66,16 +67,6 @@ class Loss:
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
         outputs: list[Tensor] = model(batch)[: self._outputs]
         return torch.stack([output.square().sum() for output in outputs]).sum()
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    """torch.compile without what another test has compiled, and without its own warnings as errors."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch._dynamo.reset()
 
 
 def _check(

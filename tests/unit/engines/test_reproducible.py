@@ -30,6 +30,7 @@ from distaccum.engines.numerics import Numerics, Reproducible
 from distaccum.errors import ConfigError, DataError, MisuseError
 from distaccum.functional import create_engine, plan_windows
 from distaccum.testing import single_process_world
+from tests.support.accumulators import Loss
 
 SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "count": len}
 
@@ -206,7 +207,7 @@ def test_what_a_model_keeps_between_two_forwards_ends_the_window_before_its_step
     before = model.layer.weight.detach().clone()
     window = next(acc.windows(list(torch.randn(16, 3))))
     with pytest.raises(MisuseError, match=said):
-        acc.step(window, Sum())
+        acc.step(window, Loss())
     assert torch.equal(model.layer.weight, before)
 
 
@@ -295,25 +296,17 @@ def test_helpers_and_an_accumulator_compute_the_same_bits(world: World) -> None:
             for window in plan_windows(data, world, **SIZES, numerics="reproducible")(0):
                 from distaccum.functional import run_window  # noqa: PLC0415
 
-                run_window(engine, window, Sum())
+                run_window(engine, window, Loss())
             engine.close()
         else:
             acc = Accumulator(model, optimizer, **SIZES, numerics="reproducible", world=world)
             for window in acc.windows(data):
                 for micro in window:
                     with acc.accumulate():
-                        acc.backward(Sum()(acc.model, micro.batch))
+                        acc.backward(Loss()(acc.model, micro.batch))
             acc.close()
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
-
-
-class Sum:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).square().sum()
 
 
 def test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order(world: World) -> None:
@@ -340,8 +333,8 @@ def test_the_gradient_is_the_whole_batchs(world: World, virtual_ranks: int) -> N
         model, SGD(model.parameters(), 1.0), **sizes, numerics="reproducible", virtual_ranks=virtual_ranks, world=world
     )
     for window in acc.windows(data):
-        acc.step(window, Sum())
-    (exact(torch.stack(data).double()).square().sum() / 30).backward()
+        acc.step(window, Loss())
+    (Loss()(exact, torch.stack(data).double()) / 30).backward()
     for before, after, truth in zip(weights, model.parameters(), exact.parameters(), strict=True):
         assert truth.grad is not None
         assert torch.allclose((before - after).double(), truth.grad, rtol=1e-4, atol=1e-6)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from distaccum import Accumulator, DataSpec, World
-from tests.distributed.workers.fsdp2 import Make, Model, Squares, samples
+from tests.distributed.workers.fsdp2 import Make, Model, samples
+from tests.support.accumulators import SQUARED_ERRORS
 from tests.support.threads import run_ranks
 
 GLOBAL_SIZE, WINDOWS = 6, 5
@@ -70,12 +71,12 @@ def size_of(optimizers: Iterable[Optimizer]) -> int:
 def trained(made: Any, engine: str, options: dict[str, Any], world: World) -> tuple[list[Tensor], int, list[int]]:
     """An epoch: the weights after each window, and the bytes and the parameters that optimizers have state of."""
     model, optimizers = made[world.rank]
-    sizes: Any = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": 1, "count": Squares().count}
+    sizes: Any = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": 1, "count": SQUARED_ERRORS.count}
     acc = Accumulator(model, optimizers, world=world, engine=engine, **sizes, **options)
     data: Any = samples(GLOBAL_SIZE * WINDOWS - 5)  # the last window is of one sample
     weights = []
     for window in acc.windows(DataSpec(train=data, eval_dataset=None, description="", shuffle=False)):
-        acc.step(window, Squares())
+        acc.step(window, SQUARED_ERRORS)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return weights, size_of(optimizers), [len(optimizer.state) for optimizer in optimizers]
 

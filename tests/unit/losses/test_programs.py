@@ -21,6 +21,7 @@ from distaccum.losses.base import scores
 from distaccum.losses.contrastive import InfoNCE
 from distaccum.losses.cross_entropy import CrossEntropy, cross_entropy
 from distaccum.testing.counters import OperationCounter
+from tests.support.accumulators import Loss
 
 WEIGHT = torch.tensor([1.0, 2.0, 0.5])
 Give = Callable[[Accumulator, Tensor, Tensor], None]
@@ -174,14 +175,7 @@ def test_images_and_labels_work_as_tokens_do() -> None:
 
 
 def test_a_loss_without_scores_reports_itself() -> None:
-    class Plain:
-        def count(self, batch: torch.Tensor) -> int:
-            return len(batch)
-
-        def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            return model(batch).sum()
-
-    assert scores(Plain(), nn.Identity(), torch.ones(3)) == {"loss": torch.tensor(3.0)}
+    assert scores(Loss(), nn.Identity(), torch.zeros(3)) == {"loss": torch.tensor(3.0)}
 
 
 def test_cross_entropy_counts_where_the_labels_lie() -> None:

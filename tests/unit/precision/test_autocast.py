@@ -632,14 +632,12 @@ def test_a_forward_that_raises_is_not_the_first_and_several_are_named_in_one_lin
 
 
 @pytest.fixture
-def compiler() -> Iterator[None]:
-    """torch.compile without what an earlier test has compiled, and without torch's own warnings as errors."""
-    torch._dynamo.reset()
+def compiler(compiler: None) -> Iterator[None]:
+    """Without torch's own warnings as errors, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", PrecisionWarning)
         yield
-    torch._dynamo.reset()
 
 
 def _compiled_inside(net: nn.Module, how: str) -> nn.Module:

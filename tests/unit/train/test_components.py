@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
@@ -17,22 +17,14 @@ from distaccum.data.adapters import to_data_spec
 from distaccum.errors import ConfigError
 from distaccum.train.components import TrainingComponents, build_components
 from distaccum.train.optimizer import build_optimizers
-
-
-class SquaredError:
-    def count(self, batch: tuple[Tensor, Tensor]) -> int:
-        return len(batch[0])
-
-    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        total: Tensor = (model(batch[0]) - batch[1]).square().sum()
-        return total
+from tests.support.accumulators import SQUARED_ERRORS
 
 
 def _assemble(model: nn.Module, config: Mapping[str, Any]) -> TrainingComponents:
     data = to_data_spec(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1)))
     config = {"batch": {"global_size": 4, "micro_size": 2}} | config
     return build_components(
-        RunConfig.from_dict(config), data, model, SquaredError(), world_size=1, device=torch.device("cpu")
+        RunConfig.from_dict(config), data, model, SQUARED_ERRORS, world_size=1, device=torch.device("cpu")
     )
 
 

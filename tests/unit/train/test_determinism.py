@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from distaccum import CompileConfig, ConfigError, CrossEntropy, DataSpec, MisuseError, RunConfig, Trainer, World
 from distaccum.train import determinism
 from tests.support.runs import settings
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 SAMPLES = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 3)) for i in range(8)]
 
@@ -94,14 +95,6 @@ class Squares:
 
 class Misnamed(Squares):
     to_compile = "of_outputs"
-
-
-@pytest.fixture(autouse=True)
-def compiler() -> Iterator[None]:
-    """torch.compile without what another test has compiled."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_a_name_that_is_none_is_refused_before_a_process_group() -> None:

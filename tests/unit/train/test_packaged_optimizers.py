@@ -18,6 +18,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.deepspeed.optimizer_state import check_rule
 from distaccum.engines.state import whole_state
 from distaccum.train.optimizer import build_optimizers
+from tests.support.accumulators import Of
 from tests.support.commands import ROOT
 from tests.support.optional import Library
 from tests.support.runs import settings
@@ -132,20 +133,12 @@ def test_updates_in_8_bits_are_those_of_one_process(engine: str, world: int) -> 
         assert off(found, truth) <= (0.0 if world == 1 else 0.05 * moved)
 
 
-class Loss:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return total(model, batch)
-
-
 def fit(name: str, run_dir: Path, steps: int, **more: Any) -> Weights:
     model = make_model(torch.float32)
     data = DataSpec(train=list(rows().float()), eval_dataset=list(rows().float()[:4]), description="rows")
     trainer = {"verify": "never", "max_steps": steps}
     config = settings((GLOBAL, MICRO), trainer, save=3, checkpoint={"keep": 0}, **more)
-    Trainer(model, Loss(), data, optimizer=optimizer_of(name, model), config=config, run_dir=run_dir).fit()
+    Trainer(model, Of(total), data, optimizer=optimizer_of(name, model), config=config, run_dir=run_dir).fit()
     return load_file(run_dir / "checkpoints" / f"step-{steps}" / "model.safetensors")
 
 

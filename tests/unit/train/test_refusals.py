@@ -242,20 +242,33 @@ def test_a_parameter_that_no_optimizer_holds_is_named(gloo_world: World, caplog:
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class SetsRate(Callback):
+class ByHand(Callback):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
+
+class SetsRate(ByHand):
     def on_eval(self, run: Run, results: Mapping[str, float]) -> None:
         self.optimizer.param_groups[0]["lr"] *= 0.1
 
 
-def test_a_callback_that_sets_the_rate_is_told_how(gloo_world: World, tmp_path: Path) -> None:
-    """The schedule set it again before the next step: the callback's rate was lost without a word."""
+class Steps(ByHand):
+    def on_update(self, run: Run, outcome: Any) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(SetsRate, r"SetsRate sets a learning rate by hand.*property lr_factor"), (Steps, r"step\(\)")],
+)
+def test_a_callback_that_does_it_by_hand_is_told_how(
+    gloo_world: World, tmp_path: Path, kind: type[ByHand], message: str
+) -> None:
+    """The schedule set the rate again before the next step: the callback's was lost without a word."""
     model = nn.Linear(4, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(MisuseError, match=r"SetsRate sets a learning rate by hand.*property lr_factor"):
-        _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[SetsRate(optimizer)]).fit()
+    with pytest.raises(MisuseError, match=message):
+        _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[kind(optimizer)]).fit()
 
 
 class Halves(Callback):
@@ -328,21 +341,6 @@ def test_the_plateau_counts_as_torchs(seed: int) -> None:
 def test_a_plateau_out_of_range_is_refused(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         ReduceLROnPlateau(**given)
-
-
-class StepsByHand(Callback):
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def on_update(self, run: Run, outcome: Any) -> None:
-        self.optimizer.step()
-
-
-def test_a_callback_that_steps_is_refused(gloo_world: World, tmp_path: Path) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(MisuseError, match=r"step\(\)"):
-        _trainer(tmp_path, model=model, optimizer=optimizer, callbacks=[StepsByHand(optimizer)]).fit()
 
 
 class MeanScores(CrossEntropy):

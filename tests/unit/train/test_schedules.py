@@ -17,6 +17,7 @@ from distaccum.errors import ConfigError
 from distaccum.train.callbacks import Run
 from distaccum.train.rates import make_schedule
 from distaccum.train.schedules import WSD, Constant, Cosine, Linear
+from tests.support.accumulators import Loss
 from tests.support.runs import settings
 
 PEAK = 3e-3
@@ -209,7 +210,7 @@ def test_a_run_has_the_rates_of_what_is_given_in_a_plain_loop(name: str, gloo_wo
         seen = Rates()
         Trainer(
             model,
-            Outputs(),
+            Loss(),
             list(torch.ones(24, 3)),
             optimizer=optimizer,
             schedule=schedule,
@@ -224,17 +225,6 @@ def test_a_run_has_the_rates_of_what_is_given_in_a_plain_loop(name: str, gloo_wo
         )
         torch.testing.assert_close(rates, those, rtol=1e-9, atol=1e-15)
     assert len(seen.found) == 7
-
-
-class Outputs:
-    """Sums a model's outputs."""
-
-    def count(self, batch: Any) -> int:
-        return len(batch)
-
-    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        total: torch.Tensor = model(batch).sum()
-        return total
 
 
 class Rates(Callback):
@@ -277,19 +267,19 @@ def test_what_is_given_in_python_and_is_no_schedule_is_refused(case: str) -> Non
     given, expected = BAD[case]
     optimizer = _sgd(PEAK, PEAK)
     with pytest.raises(ConfigError, match=expected):
-        Trainer(torch.nn.Linear(3, 1), Outputs(), [1], optimizer=optimizer, schedule=given(optimizer), max_steps=12)
+        Trainer(torch.nn.Linear(3, 1), Loss(), [1], optimizer=optimizer, schedule=given(optimizer), max_steps=12)
 
 
 def test_a_rate_for_a_factor_and_a_scheduler_that_is_not_given_are_told(caplog: pytest.LogCaptureFixture) -> None:
     make_schedule(lambda step: 6e-4 * 0.9**step, peak=6e-4, total_steps=12)
     assert "is 0.0006, so that the highest rate is 3.6e-07: a schedule gives a factor of the rate" in caplog.text
     lr_scheduler.StepLR(optimizer := _sgd(), 1)
-    Trainer(torch.nn.Linear(3, 1), Outputs(), [1], optimizer=optimizer, max_steps=12)
+    Trainer(torch.nn.Linear(3, 1), Loss(), [1], optimizer=optimizer, max_steps=12)
     assert "nothing steps it: give it as schedule=" in caplog.text
 
 
 def test_a_name_is_that_of_the_command_line() -> None:
-    of_python = Trainer(torch.nn.Linear(3, 1), Outputs(), [1], schedule="one_cycle", max_steps=12)._components
+    of_python = Trainer(torch.nn.Linear(3, 1), Loss(), [1], schedule="one_cycle", max_steps=12)._components
     assert of_python.config.schedule == RunConfig.from_dict({"schedule": "one_cycle"}).schedule
     assert of_python.config.schedule["max_lr"] == RunConfig().optim.lr
 

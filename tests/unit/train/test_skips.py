@@ -10,25 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distaccum import DataSpec, RunConfig, Trainer
 from distaccum.accumulation.step import Outcome
 from distaccum.distributed.world import World
 from distaccum.errors import NonFiniteError
 from distaccum.train.callbacks import Callback, Run
+from tests.support.accumulators import Of
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 BAD = (9, 20, 21)  # samples
-
-
-class Square:
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = model(batch).float().square().sum()
-        return total
+SQUARES = Of(lambda model, batch: model(batch).float().square().sum())
 
 
 class Seen(Callback):
@@ -67,7 +60,7 @@ def _trainer(folder: Path, *, bad: tuple[int, ...] = BAD, callbacks: Any = (), *
     held_out = list(torch.randn(4, 3))
     source = DataSpec(train=samples, eval_dataset=held_out, description="numbers")
     return Trainer(
-        nn.Linear(3, 1), Square(), source, config=RunConfig.from_dict(config), callbacks=callbacks, run_dir=folder
+        nn.Linear(3, 1), SQUARES, source, config=RunConfig.from_dict(config), callbacks=callbacks, run_dir=folder
     )
 
 
