@@ -445,6 +445,8 @@ def test_the_yaml_files_list_the_defaults_of_the_dataclasses() -> None:
     }
     assert listed == {name: asdict(kind()) for name, kind in ENGINES.items()}
     assert OmegaConf.to_container(OmegaConf.load(conf_dir() / "precision" / "fp32.yaml")) == asdict(PrecisionConfig())
+    for path in (conf_dir() / "batch").glob("*.yaml"):
+        assert {*OmegaConf.load(path)} == {*asdict(BatchConfig())}, path
 
 
 def test_an_alias_names_a_precision_and_hides_none() -> None:
