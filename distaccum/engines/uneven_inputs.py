@@ -523,11 +523,19 @@ def _grown(output: Any) -> Iterator[tuple[int, Tensor]]:
             yield i, leaf
 
 
+def is_record(value: object) -> bool:
+    """Whether it is an object of a user's class, whose attributes may be tensors that a model returns."""
+    library = type(value).__module__.partition(".")[0] in ("builtins", "torch", "numpy", "distaccum")
+    return not library and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type)
+
+
 def leaves(value: Any) -> Iterator[Any]:
-    """Of a pytree, and of dataclasses in it."""
+    """Of a pytree, and of dataclasses and objects of users' classes in it."""
     for leaf in tree_flatten(value)[0]:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
                 yield from leaves(getattr(leaf, item.name, None))
+        elif is_record(leaf):
+            yield from tree_flatten(list(vars(leaf).values()))[0]
         else:
             yield leaf

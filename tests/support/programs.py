@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from textwrap import fill
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class Program:
     stream: bool = False
     wrapped: Callable[[nn.Module], nn.Module] = unchanged
     prepared: Callable[[nn.Module], nn.Module] = unchanged
-    after_backward: Callable[[Tensor], object] | None = None
+    after_backward: Callable[[Tensor], object] = id
     after_window: Callable[[], AfterWindow] | None = None
     finish: Callable[[nn.Module], None] | None = None
     truth: Callable[[torch.dtype], dict[str, Tensor]] | None = None
@@ -396,11 +397,11 @@ class Output:
     prediction: Tensor
 
 
-class Dataclass(Net):
-    """Returns :class:`Output`."""
+class Returns(Net):
+    """Returns an object of a ``kind``."""
 
-    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
-        return Output(hidden=x, prediction=super().forward(x))
+    def forward(self, x: Tensor) -> Any:
+        return getattr(self, "kind", Output)(hidden=x, prediction=super().forward(x))
 
 
 class Normed(Net):
@@ -538,6 +539,7 @@ def double_gan(model: nn.Module) -> list[Optimizer]:
     return [SGD(model.g.parameters(), lr=0.05), SGD(model.d.parameters(), lr=0.05)]
 
 
+predicted: Any = lambda model, b: (model(b["x"]).prediction - b["y"]).square().sum()  # noqa: E731
 PROGRAMS: dict[str, Program] = {
     "plain": Program(),
     "GAN, one accumulator": Program(
@@ -581,9 +583,7 @@ PROGRAMS: dict[str, Program] = {
         model=partial(Branches, sometimes=True),
         loss=lambda model, b: (model(b["x"], b["branch"]) - b["y"]).square().sum(),
     ),
-    "dataclass output": Program(
-        model=Dataclass, loss=lambda model, b: (model(b["x"]).prediction - b["y"]).square().sum()
-    ),
+    "dataclass output": Program(model=Returns, loss=predicted),
     "weight norm": Program(model=Normed),
     "complex parameter": Program(model=Complex),
     "0-dim parameter": Program(model=Scaled),
@@ -597,6 +597,9 @@ PROGRAMS: dict[str, Program] = {
     "Adafactor": Program(optimizer=opt("Adafactor", lr=0.01)),
     "RAdam": Program(optimizer=opt("RAdam", lr=0.01, eps=1e-2)),
     "all_reduce of each loss": Program(after_backward=lambda loss: torch.distributed.all_reduce(loss.detach().clone())),
+    "object output": Program(
+        model=Returns, loss=predicted, prepared=lambda m: setattr(m, "kind", SimpleNamespace) or m
+    ),
     "Nesterov": Program(optimizer=opt("SGD", lr=0.05, momentum=0.9, nesterov=True)),
 }
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on

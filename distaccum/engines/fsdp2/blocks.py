@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from distaccum.engines.fsdp2 import internals
-from distaccum.engines.uneven_inputs import leaves
+from distaccum.engines.uneven_inputs import is_record, leaves
 from distaccum.errors import MisuseError
 
 OTHER_BLOCKS = (
@@ -164,7 +164,7 @@ class SkippedBlocks:
         self._window: set[tuple[int, ...]] = set()  # the orders of its forwards, () where one keeps to the plan
         numbers = {block: number for number, block in enumerate(self._blocks)}
         self._inner = [{numbers[m] for m in block.modules() if m in numbers} - {n} for block, n in numbers.items()]
-        self.hooks: list[Any] = []
+        self.hooks: list[Any] = [unit.register_forward_hook(_expect_backward) for unit in (model, *self._blocks)]
         if self._blocks:
             self.hooks += [
                 model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
@@ -267,20 +267,28 @@ class SkippedBlocks:
             self._mark(block, internals.begin_backward)
 
 
+def _expect_backward(block: nn.Module, _: Any, output: Any) -> None:
+    """FSDP2 waits for gradients of pytrees' and dataclasses' tensors; here for those of an object of a user's class."""
+    for tensor in _tensors(output) if is_record(output) and not is_dataclass(output) else ():
+        tensor.register_hook(lambda _: internals.begin_backward(block))  # type: ignore[no-untyped-call]
+
+
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with other tensors, also in dataclasses that pytrees do not know."""
+    """The value with other tensors, also in dataclasses and objects of users' classes, which pytrees do not know."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        if not is_dataclass(leaf) or isinstance(leaf, type):
+        if isinstance(leaf, type) or not (is_dataclass(leaf) or is_record(leaf)):
             return leaf
         twin = copy(leaf)
-        for item in fields(leaf):
+        if not is_dataclass(leaf):
+            vars(twin).update(tree_map_only(Tensor, change, vars(leaf)))
+        for item in fields(leaf) if is_dataclass(leaf) else ():
             if hasattr(leaf, item.name):
                 object.__setattr__(twin, item.name, _mapped(getattr(leaf, item.name), change))
         return twin

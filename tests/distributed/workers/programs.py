@@ -63,8 +63,7 @@ def ours(program: Program, engine: Any, world: World, before: Before) -> dict[st
             batch = programs.cast(micro.batch, torch.float32)
             with acc.accumulate():
                 acc.backward(loss := program.loss(called, batch))
-            if program.after_backward is not None:
-                program.after_backward(loss)
+            program.after_backward(loss)
         if after_window is not None:
             kept = after_window(model, optimizer)
         if program.probe is not None:
