@@ -65,7 +65,7 @@ class Agent:
         self._settings, self._address, self._command = settings, address, (*command, *settings.overrides)
         self._environment = dict(environment)
         self._grace_s = float(environment.get(_GRACE, _GRACE_S))
-        self._board = Board(store)
+        self._board = Board(store, environment)
         self._check_shape()
         self._check_alone()
         self.why = ""
@@ -111,17 +111,32 @@ class Agent:
         try:
             with Heard() as heard:
                 self._poll.register(heard.descriptor, select.POLLIN)
-                self._begin()
-                while (code := self._turn(heard)) is None:
-                    guard.turn()
+                try:
+                    self._begin()
+                    while (code := self._turn(heard)) is None:
+                        guard.turn()
+                except DistError as error:
+                    why = str(error).splitlines()[0]
+                    _say(f"the store at {self._where()} is gone: {why}; the workers save and leave")
+                    guard.close()
+                    self._leave()
+                    code = 1
                 return code
-        except DistError as error:
-            _say(f"the store at {self._where()} is gone, and the job with it: {str(error).splitlines()[0]}")
-            return 1
         finally:
             guard.close()
             for worker in self._workers.values():
                 worker.kill()
+
+    def _leave(self) -> None:
+        """Without a store: tells the workers, who are connected all the same, to save and leave, and waits for that."""
+        latest = monotonic() + self._grace_s
+        for worker in self._workers.values():
+            worker.tell(signal.SIGTERM)
+        while self._workers and monotonic() < latest:
+            for descriptor, _ in self._poll.poll(_LOOK_S * 1000):
+                if descriptor in self._workers:
+                    self._poll.unregister(descriptor)
+                    self._workers.pop(descriptor).ended()
 
     def _begin(self) -> None:
         """The words of an agent that was here before and is not now: its workers have died with it."""

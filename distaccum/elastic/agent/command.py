@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from secrets import token_hex
 
 from distaccum import program
-from distaccum.elastic.agent.settings import Settings
+from distaccum.elastic.agent.settings import TOKEN, Settings
 from distaccum.errors import ConfigError
 
 _HELP = """\
@@ -31,7 +32,8 @@ settings that the agent reads, among the overrides:
   elastic.expel_after=TIME    a process that does not answer for so long is left behind (30s)
 
 variables: OMP_NUM_THREADS, threads of a process (this node's cores over the processes); SHUTDOWN_TIMEOUT, seconds to
-save and leave on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 (120)
+save and leave on SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2 (120); DISTACCUM_TOKEN, a secret that is the same on all
+nodes, by which words of strangers in the job's store are left out
 
 exit codes: 0 done, or saved and left; 1 failed; 2 bad configuration; 128 + N told to leave by signal N and not saved
 """
@@ -71,12 +73,13 @@ def _run(settings: Settings, command: Sequence[str]) -> int:
     host, port = settings.host or "127.0.0.1", settings.port
     is_first = settings.node == 0 and not (port and is_served(host, port))
     alone = settings.nnodes == 1 and not settings.host
-    started = start_store(port, alone=alone) if is_first else None  # it imports torch while this process does
+    environment = ({TOKEN: token_hex(16)} if alone else {}) | dict(os.environ)
+    # The store imports torch while this process does.
+    started = start_store(port, alone=alone, environment=environment) if is_first else None
     from distaccum.elastic.agent.agent import Agent  # noqa: PLC0415  as torch
     from distaccum.elastic.agent.meeting import join, serve  # noqa: PLC0415  as torch
 
     settings = replace(settings, nproc=settings.nproc or program.load(program.ACCELERATORS)()[1] or 2)
-    environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(-(-len(os.sched_getaffinity(0)) // settings.nproc)))
     try:
         store, port = serve(host, port, started, alone=alone) if settings.node == 0 else (join(host, port), port)

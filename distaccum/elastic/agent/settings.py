@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from distaccum.config.checks import seconds_of
 from distaccum.errors import ConfigError, near_misses
 
+TOKEN = "DISTACCUM_TOKEN"  # noqa: S105  the variable's name
+"""The variable with what all processes of a job know, and no stranger: processes of another user cannot read it."""
 _FLAGS = ("--nproc", "--nnodes", "--node-rank", "--rdzv")
 _SWEEPS = re.compile(r"-m|--multirun|hydra\.mode=(?i:multirun)")
 _REJOIN, _LEAST, _EXPEL = "elastic.rejoin", "elastic.min_ranks", "elastic.expel_after"

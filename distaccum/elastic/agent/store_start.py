@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from distaccum.errors import DistaccumError
 
@@ -24,14 +25,16 @@ def is_served(host: str, port: int) -> bool:
         return False
 
 
-def start_store(port: int, *, alone: bool = False) -> subprocess.Popen[str]:
+def start_store(
+    port: int, *, alone: bool = False, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Starts the process; see :func:`port_of`. Of a job of one node, ``alone``, it listens on the loopback only.
 
     Its session is its own: what ends an agent's process group or its terminal does not reach it.
     """
     command = [sys.executable, "-m", "distaccum.elastic.agent.store_process", str(port), *(["alone"] if alone else [])]
     return subprocess.Popen(  # noqa: S603  this program
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
     )
 
 

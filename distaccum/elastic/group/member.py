@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from distaccum.distributed.world import World
 from distaccum.elastic.group.membership import Membership
 from distaccum.elastic.group.polled_group import PolledGroup
 from distaccum.elastic.group.views import Report, View
+from distaccum.elastic.words import secret_of
 
 JOB = "DISTACCUM_ELASTIC"
 _ANSWERS_WITHIN = timedelta(minutes=10)
@@ -61,7 +62,8 @@ class Member:
         host, port = job["store"]
         server = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_ANSWERS_WITHIN)
         store, waits_s = PrefixStore(job["prefix"], server), float(job["expel_after_s"])
-        membership = Membership(store, name, expel_after_s=waits_s, least=int(job["least"]), limit_s=waits_s)
+        secret, least = secret_of(job["prefix"], variables), int(job["least"])
+        membership = Membership(store, name, expel_after_s=waits_s, least=least, limit_s=waits_s, secret=secret)
         told = {"min_ranks": membership.least, "rejoin": bool(job["rejoin"]), "expel_after": waits_s}
         return cls(name, environment, store, membership, told)
 
@@ -109,17 +111,21 @@ class Member:
 
         Between machines it is as exact as their clocks.
         """
-        first = float(self.store.compare_set("began", "", repr(time() - (monotonic() - own))))
+        first = self.membership.words.first("began", repr(time() - (monotonic() - own)), float)
         return monotonic() - (time() - first)
 
     def tell_folder(self, path: Path, token: str) -> None:
         """Says where the run writes, for the agent that finds nobody left; ``token`` is that of the folder's owner."""
-        self.store.set("folder", json.dumps([str(path), token]))
+        self.membership.words.set("folder", json.dumps([str(path), token]))
 
     def first_to(self, what: str) -> bool:
-        """Whether no process of the job has asked for this before."""
-        return bool(self.store.add(f"first/{what}", 1) == 1)
+        """Whether no process of the job has asked for this before; without a store nobody can tell."""
+        try:
+            return bool(self.store.add(f"first/{what}", 1) == 1)
+        except dist.DistError:
+            return True
 
     def end(self, exit_code: int) -> None:
-        """Says that the job has ended, for all agents."""
-        self.store.set("ended", str(exit_code))
+        """Says that the job has ended, for all agents, unless the store has ended before."""
+        with suppress(dist.DistError):
+            self.membership.words.set("ended", str(exit_code))

@@ -3,12 +3,13 @@
 Keys of the store, all under the run's prefix:
 
 - ``word-numbers``, ``word/<n>``, ``words``: who is gone, and how it ended. Numbered, set, then counted.
-- ``candidates``, ``candidate-number/<n>``, ``candidate/<member>``: who is ready to join, in the order it came.
+- ``candidates``, ``candidate-number/<n>``: who is ready to join, in the order it came.
 - ``report/<g>/<member>``, ``reports/<g>``: how far a member of view ``g - 1`` was when it left; their number. The
   first one tells the other members that their group is of no use any more.
 - ``view/<g>``: the members of generation ``g``. Whoever sets it first decides.
-- ``newest``: a generation that is decided; later ones may be.
 - ``group/<g>/``: what the members need to connect.
+
+All but counters and ``group/<g>/`` are signed: see ``words.py``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from distaccum.elastic.group.polled_group import PolledGroup, form_group, make_default
 from distaccum.elastic.group.views import NEWCOMER, Report, View, propose
+from distaccum.elastic.words import Words
 from distaccum.errors import ConfigError, DistaccumError
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class Membership:
         least: the fewest members that go on.
         wait_for_least_s: how long fewer wait for candidates.
         limit_s: how long a collective may take, now; None: as long as nobody is lost.
+        secret: of the job, by which words of strangers are left out.
 
     Raises:
         ConfigError: this torch has no ``Store.clone``.
@@ -69,6 +72,7 @@ class Membership:
         least: int = 1,
         wait_for_least_s: float = 600.0,
         limit_s: Callable[[], float | None] | float | None = None,
+        secret: str = "",
     ) -> None:
         if not hasattr(store, "clone"):
             problem = "it has no Store.clone, by which nobody who waits keeps others from the store"
@@ -78,10 +82,12 @@ class Membership:
         self.told_to_leave: Callable[[], object] = bool
         """Whether this process is to save and leave, which fewer than ``least`` members do, too."""
         self._store = store.clone()
+        self.words = Words(self._store, secret)
+        """What the job's processes tell each other."""
         self._lock = RLock()
-        self._gone, self._words, self._words_read = dict[str, str](), 0, set[int]()
+        self._gone, self._words_seen, self._words_read = dict[str, str](), 0, set[int]()
         self._candidates, self._ever, self._views = dict[int, str](), set[str](), 0
-        self._left = list[PolledGroup]()
+        self._left, self._has_lost_store = list[PolledGroup](), False
 
     def begin(self, members: Sequence[str]) -> View:
         """View 0, of the members that were started; any of them, or who starts them, may be the first to say it."""
@@ -106,7 +112,9 @@ class Membership:
         """Why the view's group is of no use any more, or an empty string: one of its members is gone, or has left."""
         try:  # written out: whoever waits in a collective asks this, again and again
             with self._lock:
-                if self._store.add("words", 0) != self._words:
+                if self._has_lost_store:
+                    return ""
+                if self._store.add("words", 0) != self._words_seen:
                     self._read_words()
                 for member in view.members:
                     if member in self._gone:
@@ -114,8 +122,13 @@ class Membership:
                 if self._store.check([f"{_REPORTS}{view.generation + 1}"]):
                     return f"a member has left the group of generation {view.generation}"
         except dist.DistError as error:
-            raise _silent(error) from error
+            self._lose_store(error)
         return ""
+
+    def _lose_store(self, error: Exception) -> None:
+        """The group is whole without its store: this process goes on until it is told to save and leave."""
+        self._has_lost_store = True
+        _log.warning("%s: who is connected goes on, until its agent tells it to save and leave", _silent(error))
 
     def wishes(self) -> bool:
         """Whether a candidate waits to join."""
@@ -127,8 +140,8 @@ class Membership:
             count = self._store.add("candidates", 0)
             for number in range(1, count + 1):
                 if number not in self._candidates and self._store.check([f"candidate-number/{number}"]):
-                    self._candidates[number] = self._store.get(f"candidate-number/{number}").decode()
-            ordered = [self._candidates[number] for number in sorted(self._candidates)]
+                    self._candidates[number] = self.words.get(f"candidate-number/{number}", str) or ""
+            ordered = list(filter(None, (self._candidates[number] for number in sorted(self._candidates))))
             if all(member in self._ever or member in self._gone for member in ordered):
                 return ()  # by what was known before, so that nothing more is asked while nobody waits
             self._read_words()
@@ -139,8 +152,7 @@ class Membership:
         """This process is a newcomer and can join: :meth:`regroup` without a view waits until the others take it in."""
         with _asking():
             number = self._store.add("candidates", 1)
-            self._store.set(f"candidate/{self.member}", str(number))
-            self._store.set(f"candidate-number/{number}", self.member)
+            self.words.set(f"candidate-number/{number}", self.member)
 
     def regroup(self, view: View | None, report: Report) -> tuple[View, Mapping[str, Report]]:
         """Leaves ``view`` with a report, and waits until the next one is decided.
@@ -194,7 +206,7 @@ class Membership:
         already = self._view(generation)
         if already is not None:
             return already
-        self._store.set(f"report/{generation}/{self.member}", report.to_json())
+        self.words.set(f"report/{generation}/{self.member}", report.to_json())
         self._store.add(_reports(generation), 1)
         reports, counted, pause = dict[str, Report](), 0, _SHORTEST_S
         while True:
@@ -203,9 +215,9 @@ class Membership:
                 return decided
             count = self._store.add(_reports(generation), 0)
             if count != counted:
-                for member in view.members:
-                    if member not in reports and self._store.check([f"report/{generation}/{member}"]):
-                        reports[member] = Report.from_json(self._store.get(f"report/{generation}/{member}"))
+                for member in {*view.members} - reports.keys():
+                    if (said := self.words.get(f"report/{generation}/{member}", Report.from_json)) is not None:
+                        reports[member] = said
                 counted = count
             gone, candidates = self.gone(), self.waiting()
             expels = monotonic() - begun > self.expel_after_s
@@ -235,19 +247,16 @@ class Membership:
             newest = self._newest_view()
             if newest is not None and self.member in self._ever:
                 return newest
-            if self._store.check(["ended"]):
+            if self.words.get("ended", int) is not None:
                 raise ExpelledError("the run has ended")
             sleep(_LONGEST_S)
 
     def _decide(self, view: View) -> View:
         """The view of that generation: this one, unless another was there before."""
-        found = View.from_json(self._store.compare_set(f"view/{view.generation}", "", view.to_json()))
-        self._store.set("newest", str(found.generation))
-        return found
+        return self.words.first(f"view/{view.generation}", view.to_json(), View.from_json)
 
     def _view(self, generation: int) -> View | None:
-        key = f"view/{generation}"
-        return View.from_json(self._store.get(key)) if self._store.check([key]) else None
+        return self.words.get(f"view/{generation}", View.from_json)
 
     def _newest_view(self) -> View | None:
         """The last view that is decided, after a look at all that this member has not seen."""
@@ -262,27 +271,25 @@ class Membership:
         """A view is decided after the reports of all its members but the newcomers, who send none."""
         reports = dict[str, Report]()
         for member in view.members:
-            key = f"report/{view.generation}/{member}"
-            there = self._store.check([key])
-            reports[member] = (
-                Report.from_json(self._store.get(key)) if there else Report(member=member, position=NEWCOMER)
-            )
+            said = self.words.get(f"report/{view.generation}/{member}", Report.from_json)
+            reports[member] = said or Report(member=member, position=NEWCOMER)
         return reports
 
     def _read_words(self) -> None:
         words = self._store.add("words", 0)
-        if words == self._words:
+        if words == self._words_seen:
             return
         for number in range(1, self._store.add("word-numbers", 0) + 1):
             if number not in self._words_read and self._store.check([f"word/{number}"]):
                 self._words_read.add(number)
-                said = self._store.get(f"word/{number}")
-                try:
-                    word = json.loads(said)
-                    self._gone[str(word["member"])] = str(word["how"])
-                except (ValueError, TypeError, KeyError):
-                    _log.warning("word/%d of the store is no word of this job (%.60r), and is left out", number, said)
-        self._words = words
+                if (word := self.words.get(f"word/{number}", _word)) is not None:
+                    self._gone[word[0]] = word[1]
+        self._words_seen = words
+
+
+def _word(text: str) -> tuple[str, str]:
+    said = json.loads(text)
+    return str(said["member"]), str(said["how"])
 
 
 def _reports(generation: int) -> str:
