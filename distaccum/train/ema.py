@@ -151,7 +151,7 @@ def check(callbacks: Sequence[Callback], config: RunConfig) -> None:
         raise ConfigError("callbacks", "ema", f"there are {len(found)} of them", "Give one")
     if found and not config.engine.holds_weights(config.precision):
         problem = f"with precision={config.precision.name} the engine has the fp32 weights elsewhere, or in parts"
-        remedy = "Use engine=ddp, zero1 or fsdp2, or leave it out"
+        remedy = "Use engine=ddp, zero1 or fsdp2 and a precision other than bf16-weights, or leave it out"
         raise ConfigError("callbacks", "ema", f"{problem} (engine={config.engine.name})", remedy)
 
 
