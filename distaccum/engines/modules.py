@@ -53,9 +53,10 @@ def from_host(numbers: Sequence[float], like: Tensor) -> Tensor:
 def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.blocks") -> list[nn.Module]:
     """The modules that the globs name; by default a transformer's layers, as it lists them.
 
-    Those are of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each outermost
-    ``ModuleList`` that is not called ``experts``; but none that shares a parameter with what is outside of it, as tied
-    embeddings do.
+    Of a glob these are the outermost that it matches: ``layers.*`` names the layers, and nothing inside of them.
+    Without one they are those of the classes in Hugging Face's ``_no_split_modules``, or else the elements of each
+    outermost ``ModuleList`` that is not called ``experts``; but none that shares a parameter with what is outside of
+    it, as tied embeddings do.
 
     ``key`` is the setting that the globs are of.
 
@@ -68,15 +69,26 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
             problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
             raise ConfigError(key, glob, problem, "Use names as of model.named_modules()")
     if globs:
-        named = [m for name, m in modules.items() if name and any(fnmatchcase(name, glob) for glob in globs)]
-        chosen = [m for m in named if not isinstance(m, nn.ModuleList | nn.ModuleDict)]  # which have no forward
+        named = {name for glob in globs for name in _outermost(modules, glob)}
+        chosen = [module for name, module in modules.items() if name in named]
     else:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))
         chosen = _sharing_nothing(model, chosen)
-    # What a module holds comes before it: it is sharded first.
     once = dict.fromkeys(reversed(chosen))  # a layer may be used in several places
-    return [module for module in once if any(p.requires_grad for p in module.parameters())]
+    trained = [module for module in once if any(p.requires_grad for p in module.parameters())]
+    # What a module holds comes before it, and before all others that hold it too: it is sharded first.
+    return sorted(trained, key=lambda module: len(list(module.modules())))
+
+
+def _outermost(modules: Mapping[str, nn.Module], glob: str) -> Iterator[str]:
+    """The names that the glob matches, but for what lies within such a module: a ``*`` matches dots too."""
+    found = ""
+    for name, module in modules.items():  # what a module holds comes right behind it
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if name and has_forward and not (found and name.startswith(f"{found}.")) and fnmatchcase(name, glob):
+            found = name
+            yield name
 
 
 def _sharing_nothing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

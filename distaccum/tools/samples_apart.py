@@ -85,9 +85,12 @@ class SamplesApart:
                     if one.requires_grad and (self._is_of_samples(one) or not one.ndim):
                         one.register_hook(partial(self._note, number))  # type: ignore[no-untyped-call]
 
-    def _note(self, number: int, cotangent: Tensor) -> None:
-        """The last one stays: the engine's own backward comes behind those that look at its graph."""
-        if self._inputs:
+    def _note(self, number: int, cotangent: Tensor | None) -> None:
+        """The last one stays: the engine's own backward comes behind those that look at its graph.
+
+        It is None where the loss takes other outputs of the same function, as an LSTM's without its states.
+        """
+        if self._inputs and cotangent is not None:
             rows = cotangent.detach()
             self._cotangents[number] = (rows[:_PAIR] if self._is_of_samples(rows) else rows).clone()
 

@@ -197,9 +197,9 @@ class Watch:
         kinds = (torch.float16, torch.bfloat16)
         self._low_precision = self._low_precision or any(tensor.dtype in kinds for tensor in tensors_of(output))
 
-    def _used(self, micro: MicroBatch, gradient: Tensor) -> None:
-        """Notes that a gradient came back; that of a forward "for nothing" is zero everywhere."""
-        if not micro.used and bool(gradient.any()):  # host read: an audit is no training
+    def _used(self, micro: MicroBatch, gradient: Tensor | None) -> None:
+        """Notes that a gradient came back; that of a forward "for nothing" is zero everywhere, or None."""
+        if gradient is not None and not micro.used and bool(gradient.any()):  # host read: an audit is no training
             micro.used = True
             self._backwards += 1
             self.pool.forget()

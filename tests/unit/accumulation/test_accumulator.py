@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from distaccum import Accumulator
-from distaccum.config.engine import DDPConfig
+from distaccum import Accumulator, DataSpec
+from distaccum.config.engine import DDPConfig, FSDP2Config
 from distaccum.data.hooks import WindowHook
 from distaccum.data.prefetch import on_device
 from distaccum.data.window import Window
@@ -552,3 +552,36 @@ def test_on_one_rank_a_learned_tensor_beside_the_model_is_exact_whatever_counts(
         beside.zero_grad()
     assert acc.progress.step == 2
     assert temperature.item() != 1.0
+
+
+class Shares(nn.Module):
+    """Blocks with a layer in common, and a part of a function's outputs that the loss does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.blocks[1][0] = self.blocks[0][0]  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, y = torch.var_mean(self.enter(x).unflatten(-1, (2, 4)), 1)
+        for block in self.blocks:
+            y = torch.sin(y) + block(y)
+        return y, left
+
+
+@pytest.mark.parametrize("engine", [DDPConfig(), FSDP2Config(blocks=["blocks.?", "blocks.0.0"])], ids=["ddp", "fsdp2"])
+def test_blocks_share_a_layer_and_a_loss_leaves_outputs_out(engine: Any, gloo_world: World) -> None:
+    model = Shares()
+    oracle = deepcopy(model).double()
+    acc = over_sgd(model, 0.1, (4, 2), count=len, engine=engine, world=gloo_world)
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    for batch in acc.batches(DataSpec(train=DATA[:8], shuffle=False)):
+        with acc.accumulate():
+            acc.backward((acc.model(batch)[0] - 1).square().sum())
+    for window in (DATA[:4], DATA[4:8]):
+        optimizer.zero_grad()
+        ((oracle(torch.stack(window).double())[0] - 1).square().sum() / 4).backward()
+        optimizer.step()
+    for name, weight in acc.state_dict()["model"].items():
+        torch.testing.assert_close(weight.double(), oracle.state_dict()[name], rtol=1e-5, atol=1e-6)

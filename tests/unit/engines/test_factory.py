@@ -22,6 +22,7 @@ from distaccum.engines.base import Engine
 from distaccum.engines.factory import create_engine
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.group_settings import GroupSettings
+from distaccum.engines.modules import blocks_of
 from distaccum.engines.ownership import Ownership, is_owned
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
@@ -78,6 +79,13 @@ def test_what_fsdp2_can_shard_passes() -> None:
     _check(nested, name="fsdp2", blocks=["0", "0.layers.*"])
     _check(GPT(vocab_size=16, seq_len=8, n_layer=2, n_head=2, n_embd=8, dropout=0.0), name="fsdp2")
     _check(Blocks(frozen=nn.Parameter(torch.zeros(2).half(), requires_grad=False)), name="fsdp2")
+
+
+def test_a_glob_names_the_outermost_that_it_matches() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    first, second = model
+    assert blocks_of(model, ["*"]) == [second, first]
+    assert blocks_of(model, ["0*", "0.*"]) == [first[0], first]  # type: ignore[index]  # what is held comes first
 
 
 def test_globs_and_meta_init_are_checked_before_the_run() -> None:
