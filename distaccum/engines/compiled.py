@@ -280,12 +280,6 @@ def _runs_compiled(method: object) -> bool:
     return isinstance(method, CompiledMethod) or hasattr(method, "_torchdynamo_orig_callable")
 
 
-def innermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that hold no other of them: what happens between two blocks is not for a graph."""
-    every = set(blocks)
-    return [block for block in blocks if not any(module in every for module in block.modules() if module is not block)]
-
-
 def check(model: nn.Module, parts: Sequence[nn.Module], context: EngineContext) -> None:
     """Checks what is to be compiled, before there is a process group.
 

@@ -23,7 +23,7 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
 from distaccum.engines.context import EngineContext
-from distaccum.engines.modules import blocks_of, is_meta, is_sharded, trained
+from distaccum.engines.modules import is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ON_ALL_RANKS, ConfigError, shorten
@@ -273,7 +273,7 @@ def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Modul
     """Of a model that is not wrapped yet; none where nothing is compiled."""
     if not context.compile.compiles:
         return []
-    from distaccum.engines.compiled import innermost  # noqa: PLC0415  where a model is compiled
+    from distaccum.engines.blocks import blocks_of, innermost  # noqa: PLC0415  where a model is compiled
 
     if context.compile.name == "model":
         return [model]
@@ -383,6 +383,8 @@ def _recomputed(model: nn.Module, engine: EngineConfig) -> list[nn.Module]:
     how = engine.activation_checkpoint
     if how == "none":
         return []
+    from distaccum.engines.blocks import blocks_of  # noqa: PLC0415  where a model asks for it
+
     blocks = blocks_of(model, engine.blocks)
     if not blocks:
         problem = f"{type(model).__name__} has no list of layers that train"

@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distaccum.config.engine import FSDP2Config
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import wrap
-from distaccum.engines.modules import blocks_of, is_meta
+from distaccum.engines.modules import is_meta
 from distaccum.errors import ConfigError, near_misses, shorten
 from distaccum.precision.policy import PrecisionPolicy
 

@@ -21,6 +21,7 @@ from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine, EngineFacts, EngineState, StateLayout, StepOutput
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import internals, wrap
 from distaccum.engines.fsdp2.blocks import OTHER_BLOCKS, BlockOrder, SkippedBlocks, Units
@@ -31,16 +32,7 @@ from distaccum.engines.fsdp2.tree_scatter import ReduceScatterInDtype, TreeReduc
 from distaccum.engines.fsdp2.wrap import rebind_optimizers
 from distaccum.engines.gradient_watch import GradientWatch
 from distaccum.engines.group_settings import OTHER_SETTINGS, fingerprint
-from distaccum.engines.modules import (
-    HostCopy,
-    blocks_of,
-    from_host,
-    full_tensor,
-    is_meta,
-    is_sharded,
-    shard_like,
-    trained,
-)
+from distaccum.engines.modules import HostCopy, from_host, full_tensor, is_meta, is_sharded, shard_like, trained
 from distaccum.engines.optimizer_step import FusedUpdate, OptimizerStep
 from distaccum.engines.state import load_model_state, model_state
 from distaccum.engines.uneven_inputs import UnevenInputs

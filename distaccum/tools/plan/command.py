@@ -32,7 +32,7 @@ from distaccum.data.factory import build_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, check_sizes
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import open_world
-from distaccum.engines.modules import blocks_of
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.rules import Verdict, try_rule
 from distaccum.errors import ConfigError
 from distaccum.tools.plan.cluster import MILLI, Cluster

@@ -19,10 +19,10 @@ from distaccum.config.schema import RunConfig
 from distaccum.data.adapters import to_data_spec
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
+from distaccum.engines.blocks import blocks_of
 from distaccum.engines.factory import create_engine
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.group_settings import GroupSettings
-from distaccum.engines.modules import blocks_of
 from distaccum.engines.ownership import Ownership, is_owned
 from distaccum.errors import ConfigError
 from distaccum.losses.cross_entropy import CrossEntropy
