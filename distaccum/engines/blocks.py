@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from distaccum.errors import ConfigError, near_misses
+from distaccum.errors import ConfigError, near_misses, shorten
 
 
 def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.blocks") -> list[nn.Module]:
@@ -28,7 +28,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
         named: set[str] = set()
         for glob in globs:
             if not (found := set(_outermost(modules, glob))):
-                problem = f"matches no module of {type(model).__name__}{near_misses(glob, modules)}"
+                alike = near_misses(glob, modules) or f", which has {shorten([*modules][1:]) or 'none'}"
+                problem = f"matches no module of {type(model).__name__}{alike}"
                 raise ConfigError(key, glob, problem, "Use names as of model.named_modules(); of a list its elements'")
             named |= found
         chosen = [module for name, module in modules.items() if name in named]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from distaccum.engines.blocks import blocks_of
 from distaccum.engines.context import EngineContext
 from distaccum.engines.fsdp2 import wrap
 from distaccum.engines.modules import is_meta
-from distaccum.errors import ConfigError, near_misses, shorten
+from distaccum.errors import ConfigError
 from distaccum.precision.policy import PrecisionPolicy
 
 _REMEDY = "Use engine=zero1, or change the model"
@@ -27,7 +26,6 @@ def check(model: nn.Module, context: EngineContext) -> None:
     check_world(context.world_size, replicas=config.replicas, reduce_dtype=context.policy.reduce_dtype)
     check_masters(config, context.policy)
     check_meta(model, meta_init=config.meta_init)
-    check_globs(model, config.blocks)
     check_parameters(model, config.blocks)
     wrap.check_hooks(model, once_a_window=config.sync == "boundary" and not context.policy.scales_loss)
 
@@ -60,15 +58,6 @@ def check_meta(model: nn.Module, *, meta_init: bool) -> None:
     if meta_init and not is_meta(model):
         problem = f"this {type(model).__name__} has its weights already"
         raise ConfigError("engine.meta_init", True, problem, "Build it under torch.device('meta'), or leave it out")
-
-
-def check_globs(model: nn.Module, globs: Sequence[str]) -> None:
-    """Raises ConfigError where a glob matches no module and resembles none (``blocks_of`` names what it resembles)."""
-    names = [name for name, _ in model.named_modules() if name]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in ["", *names]) and not near_misses(glob, names):
-            problem = f"matches no module of {type(model).__name__}, which has {shorten(names) or 'none'}"
-            raise ConfigError("engine.blocks", glob, problem, "Use names as of model.named_modules()")
 
 
 def check_parameters(model: nn.Module, globs: Sequence[str]) -> None:
