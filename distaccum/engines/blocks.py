@@ -18,21 +18,17 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
     outermost ``ModuleList`` that is not called ``experts``; but none that shares a parameter with what is outside of
     it, as tied embeddings do.
 
-    ``key`` is the setting that the globs are of.
-
     Raises:
-        ConfigError: a glob matches nothing.
+        ConfigError: a glob matches nothing; it names ``key``, the setting.
     """
     modules = dict(model.named_modules())
     if globs:
-        named: set[str] = set()
-        for glob in globs:
-            if not (found := set(_outermost(modules, glob))):
-                alike = near_misses(glob, modules) or f", which has {shorten([*modules][1:]) or 'none'}"
-                problem = f"matches no module of {type(model).__name__}{alike}"
-                raise ConfigError(key, glob, problem, "Use names as of model.named_modules(); of a list its elements'")
-            named |= found
-        chosen = [module for name, module in modules.items() if name in named]
+        found = {glob: set(_outermost(modules, glob)) for glob in globs}
+        if nothing := next((glob for glob in globs if not found[glob]), ""):
+            alike = near_misses(nothing, modules) or f", which has {shorten([*modules][1:]) or 'none'}"
+            problem = f"matches no module of {type(model).__name__}{alike}"
+            raise ConfigError(key, nothing, problem, "Use names as of model.named_modules(); of a list its elements'")
+        chosen = [module for name, module in modules.items() if any(name in names for names in found.values())]
     else:
         unsplit = set(getattr(model, "_no_split_modules", None) or ())
         chosen = [module for module in modules.values() if type(module).__name__ in unsplit] or list(_listed(model))

@@ -277,10 +277,8 @@ def _parts_to_compile(model: nn.Module, context: EngineContext) -> list[nn.Modul
 
     if context.compile.name == "model":
         return [model]
-    named = context.compile.blocks
-    if not named:
-        return innermost(blocks_of(model, context.engine.blocks))
-    return innermost(blocks_of(model, named, key="compile.blocks"))
+    named, key = context.compile.blocks, "compile.blocks"
+    return innermost(blocks_of(model, named, key=key) if named else blocks_of(model, context.engine.blocks))
 
 
 def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:

@@ -56,9 +56,7 @@ def check_rule(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Non
     if left_out:
         problem = f"steps none of {shorten(left_out)}, and DeepSpeed reduces what it steps only"
         raise ConfigError("optimizer", kind, problem, "Give it all that needs a gradient, or requires_grad_(False)")
-    if isinstance(
-        optimizer, torch.optim.Adagrad
-    ):  # a new one with one group steps, and the given one is told the rates
+    if isinstance(optimizer, torch.optim.Adagrad):
         problem = "DeepSpeed's stages 1 to 3 make an Adagrad of their own, which neither schedules nor groups reach"
         raise ConfigError("optimizer", kind, problem, _OPTIMIZER_REMEDY)
     device = next(iter(trained.values())).device if trained else torch.device("cpu")
