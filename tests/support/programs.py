@@ -624,6 +624,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "all_reduce of each loss": dict.fromkeys(ENGINES, "a collective of its own (allreduce)"),
     "loss without gradient": dict.fromkeys(ENGINES, "the loss has no gradient"),
     "sparse embedding": {"deepspeed": "whose gradient is sparse"},
+    "Adagrad": {"deepspeed": "an Adagrad of their own"},
     "Adafactor": {"deepspeed": "looks at more than one element"},
     "Muon": {"deepspeed": "steps one optimizer, not 2"},
 }

@@ -135,7 +135,6 @@ Make = Callable[[Any], Optimizer]
 BY_ELEMENT: tuple[Make, ...] = (
     torch.optim.AdamW,
     torch.optim.RAdam,
-    torch.optim.Adagrad,
     torch.optim.RMSprop,
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True),
@@ -159,10 +158,16 @@ class ByNorm(Optimizer):
 def test_rules_by_element_pass_and_are_not_touched(make: Make) -> None:
     model = nn.Linear(3, 2)
     optimizer = make(model.parameters())
-    weights, state = [p.detach().clone() for p in model.parameters()], list(optimizer.state)  # Adagrad begins with one
+    weights, state = [p.detach().clone() for p in model.parameters()], list(optimizer.state)
     check_rule(optimizer, trained(model))
     assert list(map(id, optimizer.state)) == list(map(id, state))
     assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+
+
+def test_an_adagrad_that_deepspeed_would_make_anew_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match="optimizer=Adagrad: .* make an Adagrad of their own, which neither schedules"):
+        check_rule(torch.optim.Adagrad(model.parameters()), trained(model))
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, ByNorm, getattr(torch.optim, "Muon", ByNorm)])
