@@ -174,6 +174,7 @@ def test_levels_1_and_2_load_no_command_line(program: str) -> None:
 # Modules of the engines that other rooms may import: none of them is an engine.
 SHARED = {
     "base",
+    "blocks",
     "buffers",
     "compiled",
     "context",
