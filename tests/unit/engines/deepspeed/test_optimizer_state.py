@@ -166,7 +166,7 @@ def test_rules_by_element_pass_and_are_not_touched(make: Make) -> None:
 
 def test_an_adagrad_that_deepspeed_would_make_anew_is_refused() -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(ConfigError, match="optimizer=Adagrad: .* make an Adagrad of their own, which neither schedules"):
+    with pytest.raises(ConfigError, match="make an Adagrad of their own, which neither schedules"):
         check_rule(torch.optim.Adagrad(model.parameters()), trained(model))
 
 
