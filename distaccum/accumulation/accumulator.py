@@ -203,7 +203,7 @@ class Accumulator:
 
     def _attach_hooks(self, own: AccumulatorSettings) -> None:
         """Before a step the tracker comes first: what it raises is of the window before, and no other rank waits."""
-        from distaccum.program import OWN_COLLECTIVES, STRAGGLERS, load  # noqa: PLC0415  what is loaded by its name
+        from distaccum.program import STRAGGLERS, load  # noqa: PLC0415  what is loaded by its name
 
         engine, world = self.engine, self.world
         self._verifier = Verifier(
@@ -218,9 +218,8 @@ class Accumulator:
         self.replicas = Replicas(engine, stops=own.on_divergence == "stop")
         self._lockstep = Lockstep(world, self._counter, self.replicas)
         self.stragglers = load(STRAGGLERS)(world, forward_communicates=engine.facts.forward_communicates)
-        collectives = load(OWN_COLLECTIVES)(engine, self._drop)
         settings = SettingsAgreement(engine, self.tracker.next_factors)
-        among_ranks = [collectives, self._lockstep, settings, self.stragglers, self.replicas]
+        among_ranks = [self._lockstep, settings, self.stragglers, self.replicas]
         engine.hooks = self._counter.hooks = Hooks(
             *([self._evaluation_weights] if self._evaluation_weights.needed else []),
             BeforeStep(self._begin_step),

@@ -493,7 +493,7 @@ class MicroBatchIds:
         if not positions:
             return iter(())
         # an order that is computed position by position costs nearly as much for one as for a window's
-        ids, ends = self.of(epoch, np.concatenate(positions)), accumulate(map(len, positions))
+        ids, ends = self.plan.ids(epoch, np.concatenate(positions)).tolist(), accumulate(map(len, positions))
         return iter([ids[end - len(own) : end] for own, end in zip(positions, ends, strict=True)])
 
     def of(self, epoch: int, positions: Ids | range) -> list[int]:

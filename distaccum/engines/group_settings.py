@@ -56,12 +56,12 @@ class WholeGroups:
             state_is_whole: of the optimizers, on every rank; otherwise their ``state_dict`` is refused.
             copies: whether the engine steps other tensors than the parameters, which then have no state.
         """
+        begun = {p for optimizer in self._optimizers for p in optimizer.state}  # when it was made, as Adagrad's
+        begun |= {p for group in self._groups() for p in group["params"]}  # stepped themselves, as those of keep_fp32
         self.__exit__()
         if state_is_whole:
             return
-        begun = {p for optimizer in self._optimizers for p in optimizer.state}  # when it was made, as Adagrad's
-        every = {p for parameters in self._parameters for p in parameters}
-        self._refused = frozenset(every - begun if copies else ())
+        self._refused = frozenset(p for given in self._parameters for p in given if copies and p not in begun)
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_state))
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._before_state))

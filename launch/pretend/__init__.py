@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections import Counter
@@ -511,13 +510,14 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def _guard() -> Path:
-    """The compiled device guard for this torch: two seconds, the first time on a machine."""
+    """The compiled device guard for this torch: two seconds, the first time in a checkout."""
     from torch.utils.cpp_extension import include_paths  # noqa: PLC0415  a second to import
 
     source = Path(__file__).with_name("guard.cpp")
     of = f"{torch.__version__}-{crc32(source.read_bytes()):08x}"
-    made = Path(tempfile.gettempdir()) / f"distaccum-guard-{os.getuid()}-{of}.so"
+    made = Path(__file__).with_name("__pycache__") / f"guard-{of}.so"
     if not made.exists():
+        made.parent.mkdir(exist_ok=True)
         own, lib = made.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent / "lib"
         abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
         flags = ["-shared", "-fPIC", "-O1", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]

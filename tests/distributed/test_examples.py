@@ -14,7 +14,7 @@ from tests.support.commands import ROOT, environment, succeed
 from tests.support.optional import Library
 
 nbformat, nbclient = Library("nbformat"), Library("nbclient")
-PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "models.md"))
+PAGE = "".join((ROOT / "docs" / page).read_text() for page in ("own-loop.md", "models.md", "reinforcement.md"))
 LEVELS = ("loop", "accumulate", "trainer")
 
 

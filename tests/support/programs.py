@@ -127,7 +127,6 @@ class Program:
         probe: called between windows with the model that the user calls and a batch; not in the truth.
         wrapped: what the user calls in place of ``acc.model``, made of it.
         prepared: called with the model before an accumulator or a loop has it.
-        after_backward: called with each micro-batch's loss after its backward; not in the truth.
         after_window: makes what is called with model and optimizer after every step; it returns what to compare too.
         finish: called in the truth between backward and step.
         truth: another road to the weights after all windows, in a dtype: in place of the plain loop.
@@ -143,7 +142,6 @@ class Program:
     stream: bool = False
     wrapped: Callable[[nn.Module], nn.Module] = unchanged
     prepared: Callable[[nn.Module], nn.Module] = unchanged
-    after_backward: Callable[[Tensor], object] = id
     after_window: Callable[[], AfterWindow] | None = None
     finish: Callable[[nn.Module], None] | None = None
     truth: Callable[[torch.dtype], dict[str, Tensor]] | None = None
@@ -596,7 +594,6 @@ PROGRAMS: dict[str, Program] = {
     "Adagrad": Program(optimizer=opt("Adagrad", lr=0.05, initial_accumulator_value=0.1)),
     "Adafactor": Program(optimizer=opt("Adafactor", lr=0.01)),
     "RAdam": Program(optimizer=opt("RAdam", lr=0.01, eps=1e-2)),
-    "all_reduce of each loss": Program(after_backward=lambda loss: torch.distributed.all_reduce(loss.detach().clone())),
     "object output": Program(
         model=Returns, loss=predicted, prepared=lambda m: setattr(m, "kind", SimpleNamespace) or m
     ),
@@ -621,7 +618,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "complex parameter": {"fsdp2": "one block holds", "deepspeed": "which is complex"},
     "0-dim parameter": {"fsdp2": "no dimension to cut", "deepspeed": "which has no dimension"},
     "gradient penalty": {"fsdp2": "differentiated twice"},
-    "all_reduce of each loss": dict.fromkeys(ENGINES, "a collective of its own (allreduce)"),
     "loss without gradient": dict.fromkeys(ENGINES, "the loss has no gradient"),
     "sparse embedding": {"deepspeed": "whose gradient is sparse"},
     "Adagrad": {"deepspeed": "an Adagrad of their own"},
@@ -629,7 +625,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "Muon": {"deepspeed": "steps one optimizer, not 2"},
 }
 # Refused in the first window that cannot be exact, after others that were.
-LATE = {("GAN, two accumulators", "fsdp2"), *(("all_reduce of each loss", engine) for engine in ENGINES)}
+LATE = {("GAN, two accumulators", "fsdp2")}
 # Neither exact nor refused by distaccum.
 OPEN: dict[tuple[str, str], str] = {}
 

@@ -328,7 +328,6 @@ class FSDP2Engine(Engine):
     def shadow_micro_step(self, *, sync: bool = True) -> None:
         """A micro-step on an earlier input, with a gradient of zero."""
         self._open_window()
-        self._uneven_inputs.end_micro_step()  # where the loop gives up the rest of its window in one
         self._units.reduce(sync=sync)
         self._expect_untouched()
         self._zero_contribution.append(True)

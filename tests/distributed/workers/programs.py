@@ -62,8 +62,7 @@ def ours(program: Program, engine: Any, world: World, before: Before) -> dict[st
         for micro in window:
             batch = programs.cast(micro.batch, torch.float32)
             with acc.accumulate():
-                acc.backward(loss := program.loss(called, batch))
-            program.after_backward(loss)
+                acc.backward(program.loss(called, batch))
         if after_window is not None:
             kept = after_window(model, optimizer)
         if program.probe is not None:

@@ -301,23 +301,25 @@ def test_a_rank_holds_the_bytes_of_the_zero_paper(name: str, bytes_each: float) 
     assert forecast + volume.copied(sharding_of(config), 1, 2, formats) == bytes_each
 
 
-def test_keep_fp32_and_frozen_parameters_are_their_own_masters(gloo_world: World) -> None:
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_keep_fp32_and_frozen_parameters_are_their_own_masters(name: str, gloo_world: World) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[2].bias.requires_grad_(False)
     precision = PrecisionConfig(name=WEIGHTS, keep_fp32=["1"])
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    engine = create_engine(model, optimizer, gloo_world, precision=precision)
+    engine = create_engine(model, optimizer, gloo_world, engine=name, precision=precision)
     types = {name: p.dtype is torch.bfloat16 for name, p in model.named_parameters()}
     assert types == {
         f"{i}.{key}": (i, key) in ((0, "weight"), (0, "bias"), (2, "weight"))
         for i in range(3)
         for key in ("weight", "bias")
     }
-    with engine.micro_step(sync=True):
-        with engine.autocast():
-            loss = engine.model(torch.randn(3, 4)).float().square().sum()
-        engine.backward(loss)
-    assert engine.step().applied
+    for _ in range(2):
+        with engine.micro_step(sync=True):
+            with engine.autocast():
+                loss = engine.model(torch.randn(3, 4)).float().square().sum()
+            engine.backward(loss)
+        assert engine.step().applied
     assert all(
         (engine.probe.stepped[name] is p) != types[name] for name, p in model.named_parameters() if p.requires_grad
     )
