@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -14,13 +14,15 @@ _IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None
 _LIBRARIES = ("torch", "distaccum", "builtins", "numpy")
 _OF_A_MODULE = frozenset((*vars(nn.Module()), "training"))  # engines, hooks and contexts of ours have these
 _OF_A_WRAPPER = ("ds_", "applied_pre_backward")  # what is counted from a forward to its backward
-_MOST = 10_000  # objects
+_MOST = 10_000  # objects, and items of a container that is looked into
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class PlainState:
     """Numbers, texts, tensors, lists, sets and dictionaries that objects hold as attributes, as they are now.
 
-    Also of objects of the user's that they hold, at any depth. Not what functions close over.
+    Also of objects of the user's that they hold, and of containers in containers, at any depth. Not tensors in
+    containers, which may be a whole dataset, nor what functions close over.
 
     Args:
         owners: modules, and other objects.
@@ -37,7 +39,7 @@ class PlainState:
                 continue
             seen.add(id(owner))
             own = {key: value for key, value in attributes.items() if _is_own(key)}
-            contents = [(value, _copy(value)) for value in own.values() if _has_contents(value)]
+            contents = [(value, _copy(value)) for value in _with_contents(own.values())]
             self._kept.append((attributes, own, contents))
             left += [value for value in own.values() if _is_the_users(value)]
 
@@ -101,7 +103,22 @@ def _has_contents(value: object) -> bool:
         # What is sparse, quantised or without memory is compared with nothing, and seldom written in place.
         plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
         return plain and value.is_leaf and not isinstance(value, nn.Parameter) and not value.requires_grad
-    return type(value) in (list, dict, set, deque)
+    return type(value) in _CONTAINERS
+
+
+def _with_contents(values: Iterable[Any]) -> Iterator[Any]:
+    """Each once: those of the values, and the containers within them."""
+    found = {id(value): value for value in values if _has_contents(value)}
+    left = list(found.values())
+    while left:
+        value = left.pop()
+        yield value
+        if isinstance(value, Tensor) or len(value) > _MOST:
+            continue
+        for inner in value.values() if isinstance(value, dict) else value:
+            if type(inner) in _CONTAINERS and id(inner) not in found:
+                found[id(inner)] = inner
+                left.append(inner)
 
 
 def is_of_a_library(value: object) -> bool:

@@ -390,19 +390,19 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World, whole: boo
     """It costs, in floating-point operations, 3 windows more; of one sample the forwards of 10, and backwards of 4."""
 
     def run(verify: str) -> tuple[list[int], list[object]]:
-        model, called, noted, costs = Net(counts), 0, list[object](), list[int]()
+        model, called, noted, costs = Net(counts), 0, {"losses": [""], "hooks": [""]}, list[int]()
 
         def hook(gradient: Tensor) -> None:
             nonlocal called
             called += 1
 
         def loss(net: Any, batch: Batch) -> Tensor:
-            noted.append(len(batch[0]))
+            noted["losses"].append(str(len(batch[0])))
             return squares(net, batch)
 
         model.a.weight.register_hook(hook)
-        model.b.register_forward_hook(lambda *_: noted.append("forward"))
-        model.b.register_full_backward_hook(lambda *_: noted.append("backward"))
+        model.b.register_forward_hook(lambda *_: noted["hooks"].append("forward"))
+        model.b.register_full_backward_hook(lambda *_: noted["hooks"].append("backward"))
         acc = over_sgd(model, 0.05, (size, min(size, 2)), count=Squares().count, world=gloo_world, verify=verify)
         for window in acc.windows(DataSpec(train=samples()[: 3 * size], shuffle=False)):
             with FlopCounterMode(display=False) as counter:
