@@ -25,7 +25,8 @@ def blocks_of(model: nn.Module, globs: Sequence[str], *, key: str = "engine.bloc
     if globs:
         found = {glob: set(_outermost(modules, glob)) for glob in globs}
         if nothing := next((glob for glob in globs if not found[glob]), ""):
-            alike = near_misses(nothing, modules.keys() - {nothing}) or f", which has {shorten([*modules][1:]) or 'none'}"
+            others = [name for name in modules if name not in ("", nothing)]
+            alike = near_misses(nothing, others) or f", which has {shorten(others) or 'none'}"
             problem = f"matches no module of {type(model).__name__}{alike}"
             raise ConfigError(key, nothing, problem, "Use names as of model.named_modules(); of a list its elements'")
         chosen = [module for name, module in modules.items() if any(name in names for names in found.values())]
