@@ -1,7 +1,5 @@
 """The order of the rooms and the rings: imports point down, each room keeps to its job."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

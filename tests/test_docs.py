@@ -1,7 +1,5 @@
 """README, CONTRIBUTING and docs/ are true: their commands and Python blocks run, their links and names exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

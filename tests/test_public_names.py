@@ -1,7 +1,5 @@
 """The front door: about 40 names, lazy; everything else is internal."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The documentation's site: every page has its place, every link leads somewhere, nothing comes from a network."""
 
-from __future__ import annotations
-
 import html
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """An accumulator on several ranks: another global batch in an epoch, random numbers that belong to micro-batches."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that go apart, have less than others, or two accumulators at once: exact, or one message on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

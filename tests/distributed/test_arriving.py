@@ -1,7 +1,5 @@
 """Windows of what arrives on the ranks: their gradient is that of all of it, whoever has how much."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.workers.arriving import PASSES, ROLLOUTS

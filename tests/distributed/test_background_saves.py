@@ -1,7 +1,5 @@
 """Saves in the background on several ranks: every engine's checkpoints are those of a run that waits for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes: each exits with 2 and one message that names the key, the value and what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

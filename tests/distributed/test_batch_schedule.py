@@ -1,7 +1,5 @@
 """``batch.schedule`` on every engine and over changes of the number of ranks: the run of one process, in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The bench's counts, which do not depend on the machine, hold the limits; its times are printed, not tested."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

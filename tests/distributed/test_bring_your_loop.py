@@ -1,7 +1,5 @@
 """docs/own-loop.md: the diff beside each program applies, and both sides train to the weights of a plain loop."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from functools import cache

@@ -1,7 +1,5 @@
 """``distaccum`` as a person starts it: under torchrun, and with a reader that leaves."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

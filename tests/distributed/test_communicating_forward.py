@@ -1,7 +1,5 @@
 """ddp and zero1: a model or a loss that communicates needs as many micro-batches on every rank."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiled forwards: the gradient of the global batch, bitwise resumes, checkpoints that eager runs read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data as users write them: each sample once an epoch, counted right, in exact windows; or one message on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The real DeepSpeed on gloo, beside one fp64 process on whole batches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

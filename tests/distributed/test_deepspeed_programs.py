@@ -1,7 +1,5 @@
 """Programs as users write them, on the real DeepSpeed with uneven micro-batches: exact, or refused by one message."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Minutes long: the default run to its target, and an installation outside the checkout."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

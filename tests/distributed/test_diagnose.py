@@ -1,7 +1,5 @@
 """A NaN on one rank: every rank says the same of where it began."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank that holds another number than the others ends the run before that is saved: the checkpoint before is good."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What users' loops do to weights, optimizers and groups between windows is exact, or refused by one message."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The moving average on every engine: that of one process, and it goes on on another engine and number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The same step on every engine: whatever the world, the number format, the data and the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 

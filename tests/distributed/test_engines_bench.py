@@ -1,7 +1,5 @@
 """The engines' bench measures what it says; every engine holds and sends what it should; curves are compared."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections import Counter

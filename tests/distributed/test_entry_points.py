@@ -1,7 +1,5 @@
 """The ways in, the sources, and the files that a run leaves."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Evaluations do not depend on the ranks, nor on which one asks to stop; what follows a run has its best weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples and the notebook of the docs, run as they say; three levels train to the same weights, bitwise."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib.util import find_spec

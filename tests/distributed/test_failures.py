@@ -1,7 +1,5 @@
 """Failures that are not the configuration's: the status names the first cause, and the exit code is 1."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

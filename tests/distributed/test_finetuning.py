@@ -1,7 +1,5 @@
 """The recipes of docs/recipes.md with models of Hugging Face, in their order, and what they leave."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

@@ -1,7 +1,5 @@
 """FSDP2's own settings (the default run has its engine matrix): each is exact and small, and no rank waits in vain."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

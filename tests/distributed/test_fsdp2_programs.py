@@ -1,7 +1,5 @@
 """Loops as people write them are exact on FSDP2, also where ranks are uneven, or are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

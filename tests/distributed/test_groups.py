@@ -1,7 +1,5 @@
 """On engines of every kind, from the command line and with groups of parameters: the numbers of a plain loop."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/index.md, bring-your-own.md, models.md's nanoGPT, walked as a reader does: each command where the last ended."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Ranks that stop, in every way they do: the run names them in time, ends, and leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

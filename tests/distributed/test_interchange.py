@@ -1,7 +1,5 @@
 """One state: what a loop saves on any of the engines, at any world size, goes on under any other."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

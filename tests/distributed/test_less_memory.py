@@ -1,7 +1,5 @@
 """A run whose forward is a collective begins again by itself after an out-of-memory error, with smaller parts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The launcher of ``launch/train.sh``: one interpreter checks, then starts torchrun."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Adapters on every engine, over gloo: exact, and they alone are on the wire."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

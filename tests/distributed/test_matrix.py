@@ -1,7 +1,5 @@
 """The promise, cell by cell: whatever the world, micro-batch, data, level, loss and number format."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory that is over, loading processes that die, and a user's own collective, on one of two ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable

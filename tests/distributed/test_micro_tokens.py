@@ -1,7 +1,5 @@
 """``batch.micro_tokens`` on several ranks and over resumes: the run of one process and plain micro-batches, in fp64."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tests can fail: they notice each way of getting the gradient, its scaling or a mode wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

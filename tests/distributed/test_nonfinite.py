@@ -1,7 +1,5 @@
 """Windows that go wrong on one rank, on every engine: with a NaN, with overflows, and without any data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A window that runs out of memory begins again, and its gradient is the same: held to a plain fp64 loop."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Gradients that are NaN or infinite on one rank: one decision for all, and nothing of them is left behind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What a loss, a callback and metrics give beside the loss: right on any number of ranks, and shown everywhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

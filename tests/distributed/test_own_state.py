@@ -1,7 +1,5 @@
 """State of unusual kinds on two ranks, and a callback that fails on one of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents on DeepSpeed, over gloo: the update is that of the documents alone, each in a forward of its own."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The forecast of a rank's peak memory against the run itself, engine by engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

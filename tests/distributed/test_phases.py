@@ -1,7 +1,5 @@
 """One rank stops, or is told to leave, in each phase of a run, from the imports to a save."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

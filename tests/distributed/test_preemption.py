@@ -1,7 +1,5 @@
 """Runs that are told to leave: they save, say so, leave nothing behind, and go on as if they had not been."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

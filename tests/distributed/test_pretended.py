@@ -1,7 +1,5 @@
 """On a pretended GPU: numbers as on the CPU, waits of the host that are known, and the tests of a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

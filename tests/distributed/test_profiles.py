@@ -1,7 +1,5 @@
 """The profile of several ranks: on every engine, with a rank that others wait for, and when a signal stops the run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs as users write them, on every engine: the weights of whole batches, or one message before any moves."""
 
-from __future__ import annotations
-
 import json
 from itertools import cycle
 from pathlib import Path

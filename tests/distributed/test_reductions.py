@@ -1,7 +1,5 @@
 """Communication of a window: one reduction per bucket and update, whatever the accumulation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

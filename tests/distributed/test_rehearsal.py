@@ -1,7 +1,5 @@
 """``batch.micro_size=auto``: the same on every rank, the same run as with that size stated, kept by a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

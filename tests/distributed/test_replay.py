@@ -1,7 +1,5 @@
 """The record of runs that changes of structure are compared by: it is repeatable, and it names what differs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The same bits on any number of ranks: what is logged, evaluated and left in the weights."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

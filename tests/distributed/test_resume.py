@@ -1,7 +1,5 @@
 """A run that is killed and continued ends as one that was not, in fp16 at the same scales."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Whose a run directory is, what it has been, what became of a rank: real processes, signals and disks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints by the clock, on two ranks of which one is slow."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The soak itself: a minute of it passes, and every check of it is seen to fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

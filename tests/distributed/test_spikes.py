@@ -1,7 +1,5 @@
 """Gradients that spike on two ranks, beside an fp64 loop on whole batches with the rule written out again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Storage that fails under a run: an operation of the file system, one after the other, gets an error or kills."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

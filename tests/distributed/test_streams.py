@@ -1,7 +1,5 @@
 """Streams that hold different and unknown amounts by rank, and data as people have them: all once, exactly."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps: Hydra's own and Optuna's, on one rank and on two, and what W&B's agent would type."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real terminal: what a run shows on it, and what it does to a run, as Ctrl-C once and twice, and being closed."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """Torchrun's own restarts: the same command goes on from the newest checkpoint, on as many ranks as are left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

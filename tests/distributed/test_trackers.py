@@ -1,7 +1,5 @@
 """All trackers at once, over the death of the whole run and its resume: each has what metrics.jsonl says, once."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

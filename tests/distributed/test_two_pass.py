@@ -1,7 +1,5 @@
 """Losses that compare the samples of a window: on every engine, on any number of ranks, with random numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec

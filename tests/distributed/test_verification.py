@@ -1,7 +1,5 @@
 """A run that nothing looks at but itself: a mutant ends it before a weight moves, and nothing ends a right one."""
 
-from __future__ import annotations
-
 import random
 import shlex
 from dataclasses import asdict

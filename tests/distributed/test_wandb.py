@@ -1,7 +1,5 @@
 """W&B, the real one, offline: what it stores is what metrics.jsonl says, and its troubles are not ours."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What several files of elastic runs compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Agents of elastic jobs, with stand-ins for the workers: who tells whom of an end, and what comes after it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The bench of elastic runs: in small, and what it makes of the notes of a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real elastic runs whose processes die at chosen places: they end as the run that nobody disturbs, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

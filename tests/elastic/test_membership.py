@@ -1,7 +1,5 @@
 """Members that die, stop and join: the others agree on who is left, by the store, and go on in a new group."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """The group that is polled: all that torch asks of it works, and none of its waits outlasts a member that is gone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

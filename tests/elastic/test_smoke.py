@@ -1,7 +1,5 @@
 """A rank dies, and its window goes on: the first that CI runs of ``tests/elastic``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

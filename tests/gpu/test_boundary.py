@@ -1,7 +1,5 @@
 """The boundary on one GPU: nobody waits for it, and it decides as on the CPU. ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise

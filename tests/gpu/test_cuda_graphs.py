@@ -1,7 +1,5 @@
 """Micro-steps as CUDA graphs on one GPU, beside the same compiled code without them. ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

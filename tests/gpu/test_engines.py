@@ -1,7 +1,5 @@
 """Every engine on one GPU, beside fp64 on the CPU; and its state, moved to another engine. ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """A profile on one GPU: the rows are the device's times, and the files are there. ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``python -m tests.mutants.engines`` prints each mutant's largest error; 1: one is not caught.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``python -m tests.mutants.gradient`` prints each mutant's largest error; it exits with 1 if one of them is not caught.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

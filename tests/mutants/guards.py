@@ -4,8 +4,6 @@
 ``verify=first`` says; it exits with 1 if one trains rightly without the guards, or is not named.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

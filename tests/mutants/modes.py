@@ -4,8 +4,6 @@
 the mutant and in one without; it exits with 1 if a test passes with the mutant, or fails without.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

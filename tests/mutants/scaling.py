@@ -3,8 +3,6 @@
 ``python -m tests.mutants.scaling`` prints each mutant's largest error; it exits with 1 if one of them is not caught.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.distributed.workers.engine_overflow import CASES

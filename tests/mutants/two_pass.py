@@ -3,8 +3,6 @@
 ``python -m tests.mutants.two_pass`` prints each mutant's largest error; it exits with 1 if one of them is not caught.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tests.distributed.workers.two_pass import Cell

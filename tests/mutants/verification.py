@@ -4,8 +4,6 @@
 end before is run once more without them. It exits with 1 if one trains to its end, or something else ends it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Thousands of small runs under faults: in the end equal to the undisturbed run, or an error that says what is lost."""
 
-from __future__ import annotations
-
 import errno
 from collections import Counter
 from time import monotonic

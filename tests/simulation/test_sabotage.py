@@ -1,7 +1,5 @@
 """What the simulation holds a run to can fail: each way to break the product is noticed in one of a few cells."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Accumulators of tests that train by plain SGD, and losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A fault that was reported in the issues of a public project names it above it; t
 windows of ``STEPS`` micro-batches on each rank. ``FAULTS`` and ``RIGHT`` say what an audit finds in each of ``LOOPS``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Starting the real thing: torchrun and the entry points, as a user would."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The truth shares with distaccum what a user brings, and the order of the samples (``Shuffle``, tested on its own).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A callback that ends the process, or fills the disk: ``HOW`` says in which way, ``WHO`` on which rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

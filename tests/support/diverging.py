@@ -1,7 +1,5 @@
 """A callback that makes one rank differ from the others, as a defect of its hardware would."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

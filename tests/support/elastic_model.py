@@ -35,8 +35,6 @@ circles. The first is asked of each such state; the second of the whole search, 
 moves, and of each run of the simulation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Ways to break the protocol of elastic runs; each is noticed by the search or by the simulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

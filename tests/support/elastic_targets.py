@@ -6,8 +6,6 @@ after ``at`` windows, or at the view that follows generation ``at``. ``how`` is 
 when a newcomer waits to join. A member of ``*`` is each of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Samples of a rank on another machine, which has another file system where the run directory is."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

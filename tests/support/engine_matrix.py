@@ -4,8 +4,6 @@ The truth shares nothing with distaccum but the order of the samples (``Shuffle`
 brings: model, data, the formula of the loss. Its optimizers are written out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ A test builds the library and starts a program with ``LD_PRELOAD``; the program 
 kernel would answer, so that Python's files, torch's and safetensors' all meet it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

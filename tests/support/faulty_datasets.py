@@ -1,7 +1,5 @@
 """Data sources that go wrong, for tests to name as ``data._target_``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

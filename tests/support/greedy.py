@@ -1,7 +1,5 @@
 """A model that has memory for so many samples in training, after some forwards that had enough for all."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

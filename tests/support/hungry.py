@@ -1,7 +1,5 @@
 """A model that asks for more memory than there is: ``HOW`` says whose, on rank 1."""
 
-from __future__ import annotations
-
 import os
 
 import torch

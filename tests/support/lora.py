@@ -4,8 +4,6 @@ The truth shares nothing with distaccum but the order of the samples (``Shuffle`
 brings: model, adapters, data, the formula of the loss. Its optimizer is torch's, in fp64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The truth shares nothing with distaccum's planning, windows, engines or updates;
 (``Shuffle``, tested on its own) and what a user brings: model, data, the formula of the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product

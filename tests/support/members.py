@@ -4,8 +4,6 @@ Each process writes what happens to it into a file of its own: a queue that they
 that is killed while it writes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing

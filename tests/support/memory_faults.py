@@ -3,8 +3,6 @@
 Each window is held to the loop by itself, from the weights that it began with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field

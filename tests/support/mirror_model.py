@@ -15,8 +15,6 @@ rules each may be anywhere when somebody dies, those who die as well. All who ar
 newcomer or without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """Libraries of the extras, imported by the first test that uses one: collecting the tests imports none of them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

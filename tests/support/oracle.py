@@ -4,8 +4,6 @@ Shares nothing with distaccum's planning, windows, engines or update; only the o
 on its own) and the user-side objects: model, data, schedule.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Documents to pack, a model for them, and the gradient of the documents alone: fp64, one process, one forward each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ read from, which nobody writes to; ``WHO`` the rank. But for the import and the 
 made, when every kind of phase has been done before.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

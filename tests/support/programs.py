@@ -4,8 +4,6 @@ A program is a model, an optimizer and the sum of a loss, sometimes with a loop 
 loop over whole windows in fp64 on one process. It shares with distaccum what the user brings, and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -10,8 +10,6 @@ run's ``metrics.jsonl`` (all keys but times, rates and memory), ``plan.json`` an
 the other record's. Records of two machines, or of two releases of torch, differ in their last bits: record both here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

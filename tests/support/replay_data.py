@@ -1,7 +1,5 @@
 """Data, a model and a loss that the replayed commands name by ``_target_``: streams, and a sample that is NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

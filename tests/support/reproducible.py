@@ -4,8 +4,6 @@ A cell is an engine, a precision and a program. It is run on each world, and a r
 evaluations, and its final weights and optimizer state, bit by bit.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

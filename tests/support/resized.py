@@ -1,7 +1,5 @@
 """A run whose global batch changes with every window, and the same one in plain torch: fp64, one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

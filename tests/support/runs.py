@@ -1,7 +1,5 @@
 """Settings of the small runs that many tests train: at a constant rate, with nothing saved, shown or sent unasked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A schedule-free optimizer: A. Defazio et al., "The Road Less Scheduled" (2024)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

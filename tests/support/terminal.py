@@ -1,7 +1,5 @@
 """A terminal for tests: what a process writes to a pty, as the rows that a person would see."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Ranks that are threads of this process, over torch's threaded process group: for cells that need no launcher."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """A tokenizer of characters, whose samples can be written by hand, and chats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

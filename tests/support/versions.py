@@ -9,8 +9,6 @@ For each torch an environment is made in a temporary folder from requirements.lo
 in turn, and deleted at the end; it takes up to 8 GB. The table of the document keeps the rows that were not asked for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

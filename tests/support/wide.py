@@ -1,7 +1,5 @@
 """The GPT in fp64, where runs that only round differently agree to the last digits whatever the processor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from distaccum.models.gpt import GPT

@@ -1,7 +1,5 @@
 """The audit names each loop's fault, and calls right loops right; as a context manager and as a command."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from functools import cache

@@ -1,7 +1,5 @@
 """``distaccum compare``: on made files, on runs in which one thing was changed, on several ranks and engines."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

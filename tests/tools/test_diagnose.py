@@ -1,7 +1,5 @@
 """Where a window's gradient stopped being finite, through the real engine in a gloo group of one."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The doctor on real ranks: what they do together is measured, and each finding between them is made true once."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Weights taken out of a checkpoint: into one file, and as Hugging Face reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

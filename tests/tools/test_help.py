@@ -1,7 +1,5 @@
 """The help of ``distaccum train`` and ``plan`` lists what is there, at any width; and which keys choices have."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

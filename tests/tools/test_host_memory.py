@@ -1,7 +1,5 @@
 """The bound of host memory: fewer micro-batches ahead, and then a refusal with both numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Classes and tasks between data, losses and models of Hugging Face, and what is exported: nothing is downloaded."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings are described as they are: the JSON schema, what is refused, and what is used when nothing is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, fields, is_dataclass, replace

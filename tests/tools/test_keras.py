@@ -1,7 +1,5 @@
 """Keras models on the torch backend: beside Keras's own mean over the whole batch in fp64; the rest is refused."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy

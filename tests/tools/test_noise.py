@@ -1,7 +1,5 @@
 """The gradient noise scale beside the samples' own gradients; ``test_arriving.py`` has it exactly, by engines."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

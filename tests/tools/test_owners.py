@@ -3,8 +3,6 @@
 The gradients are sums of small whole numbers over a power of two, exact in fp32 in any order: what differs is a step.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

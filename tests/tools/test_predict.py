@@ -1,7 +1,5 @@
 """``distaccum predict``: rows a sample, of runs of the command line, in one process and under torchrun."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

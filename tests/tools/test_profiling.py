@@ -1,7 +1,5 @@
 """The profile of some windows: its times against what slept, its files, and that training does not notice."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """A rehearsal finds the micro-batch and leaves no trace; its choice is worked out by hand from made-up measurements."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

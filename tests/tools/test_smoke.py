@@ -1,7 +1,5 @@
 """Each tool answers of one real run: what the default tests have of ``tests/tools``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Texts at evaluations: what they are, the same on any number of ranks, in every tracker, and without a trace."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

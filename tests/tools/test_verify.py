@@ -1,7 +1,5 @@
 """``distaccum verify``: what lies in a run directory, in words and in an exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``windows.jsonl`` in one process: its lines, when and at what cost; and the rank that others wait for is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Level 1: what a hand-written loop forgets is refused where it is seen for nothing, and named by an audit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

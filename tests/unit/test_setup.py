@@ -1,7 +1,5 @@
 """What is installed: the lock files, the lines that install what they leave out, and the table of versions."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """One build of the image for all the tests that run it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

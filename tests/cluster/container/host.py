@@ -1,7 +1,5 @@
 """Where this machine gets its packages from, for a build that is to get them from there too."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

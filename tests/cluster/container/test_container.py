@@ -3,8 +3,6 @@
 Takes root, buildah, debootstrap, some 15 GB of disk and a quarter of an hour: ``pytest -m container``.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

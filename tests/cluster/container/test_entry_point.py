@@ -1,7 +1,5 @@
 """The image's entry point, run outside of an image: what a container's exit code says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What can be known of the image's files without building them: each check also has to find a fault."""
 
-from __future__ import annotations
-
 import copy
 import re
 import subprocess

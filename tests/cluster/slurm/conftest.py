@@ -1,7 +1,5 @@
 """The cluster that all tests here share."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

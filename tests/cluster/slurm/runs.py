@@ -1,7 +1,5 @@
 """What the tests of Slurm run, and how they look at it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A callback that gives a test time to interrupt a run of tiny windows."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

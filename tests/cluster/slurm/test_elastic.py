@@ -1,7 +1,5 @@
 """Elastic jobs on two nodes, of which one is lost: with stand-ins for the workers, and a run that takes it in again."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Jobs on two nodes, sweeps and chains; and what is told to stop, cancelled, preempted, or loses a node."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

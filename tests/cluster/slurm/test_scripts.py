@@ -1,7 +1,5 @@
 """The scripts by themselves: what a linter says, and how each environment starts its processes. No Slurm needed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

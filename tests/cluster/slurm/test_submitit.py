@@ -1,7 +1,5 @@
 """A sweep by Hydra's submitit launcher: a Slurm job for each of its runs, requeued where it is told to stop."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

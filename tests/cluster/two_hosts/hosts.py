@@ -1,7 +1,5 @@
 """Two hosts for tests: those of ``launch/bench/network/hosts.py``, or a reason to skip."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

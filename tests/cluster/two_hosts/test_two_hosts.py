@@ -1,7 +1,5 @@
 """Training over a link between two hosts: the same numbers as on one, and no more bytes than necessary."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Run by torchrun: a global batch that changes, on uneven ranks: by engine the weights, whole and resumed; refusals."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Run on 2 ranks: loops in which one rank does something else. Writes each rank's message or error, by case."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator

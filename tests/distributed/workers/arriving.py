@@ -3,8 +3,6 @@
 Each is trained on twice; the last rank has none of the first, no rank any of the third that counts. Noise is measured.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Run on two ranks: every loop of ``tests/support/audit_loops.py`` within an audit. ``audit.py RESULT``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run on 2 ranks: frameworks' loops, and :data:`OURS`, in an audit that is told neither model nor optimizer."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run on 2 ranks: loops whose gradients or parameters are sharded, each right once and wrong once, by :data:`KINDS`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A loss that gathers others' outputs over gloo, in even windows or refused uneven ones; ``full``: memory runs out."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun: compiled forwards beside truth and eager ones; cells ``task,engine,compile,backend,precision``."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run by torchrun: DeepSpeed's engine beside one fp64 process on whole batches, by :data:`PARTS`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product

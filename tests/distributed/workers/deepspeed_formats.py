@@ -4,8 +4,6 @@
 that the optimizer was given too, relative to fp64 in one process; and of a bf16 run, relative to what stage 0 does.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import torch

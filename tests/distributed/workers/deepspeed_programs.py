@@ -5,8 +5,6 @@
 plain torch in fp32 (two numbers); or the message with which it was refused.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Run by torchrun on 2 ranks: windows with a NaN in a sample of rank 1. Writes what each rank says of them."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Run by torchrun: the weights after two epochs with dropout, by engine, run through and resumed in between."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

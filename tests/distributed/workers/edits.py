@@ -6,8 +6,6 @@ numbers); or the message with which it was refused. ``ENGINE`` is a name, ``ds0`
 no parameter whole); ``/bf16`` after it is the precision.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Run by torchrun on 2 ranks, by engine: fewer samples than ranks, a stream that one rank has alone, empty streams."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

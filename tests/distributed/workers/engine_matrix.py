@@ -1,7 +1,5 @@
 """Run by torchrun: trains in the asked cells of the engine matrix, and writes each one's relative error."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ The loss is linear in the weights, with small whole numbers and powers of two, s
 gradient: the reference knows gradients without a model.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run by torchrun: evaluations of held-out sets that leave ranks with less or nothing, and stops asked by one rank."""
 
-from __future__ import annotations
-
 import copy
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Run by torchrun: evaluations alone by every engine, of held-out sets that leave the ranks with uneven batches."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run by torchrun: FSDP2's own settings, uneven ranks, unusual models, beside one fp64 process, by :data:`PARTS`."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

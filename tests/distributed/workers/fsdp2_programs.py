@@ -1,7 +1,5 @@
 """Run by torchrun, ``few`` or ``all``: loops as people write them on FSDP2, on uneven ranks, beside plain fp64."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy

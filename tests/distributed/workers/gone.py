@@ -1,7 +1,5 @@
 """A rank of two that no launcher watches, NUMERICS: rank 1 ends in a window's last backward; rank 0 prints what."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

@@ -5,8 +5,6 @@ of torch over whole batches with groups made by hand (``truth``), for each engin
 weights as numbers; and whether an engine that goes on from its own state has the same bits.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from copy import deepcopy

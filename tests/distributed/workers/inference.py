@@ -1,7 +1,5 @@
 """Run by torchrun: what a Trainer does with its model after a run, by every engine, on uneven numbers of samples."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

@@ -5,8 +5,6 @@
 Both write JSON: losses, what each rank's generator gave, and bytes of the final weights, by name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Run by torchrun: trains adapters in the asked cells, and writes what was found."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

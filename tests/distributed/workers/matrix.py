@@ -1,7 +1,5 @@
 """Run by torchrun: computes the gradients of the asked cells, and writes each one's relative error."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

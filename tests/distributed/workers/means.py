@@ -1,7 +1,5 @@
 """Run by torchrun: programs of ``test_means.py``, each refused by all ranks in the same words, or trained."""
 
-from __future__ import annotations
-
 from distaccum import World
 from distaccum.errors import VerificationError
 from tests.unit.verification.test_means import RIGHT, WRONG, train

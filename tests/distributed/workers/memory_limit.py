@@ -1,7 +1,5 @@
 """Run alone: trains where the address space is too small for a micro-batch; errors beside fp64, shapes that failed."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun on 2 ranks, by engine: a loss or a gradient that is NaN on one rank, in each micro-step."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from typing import Any

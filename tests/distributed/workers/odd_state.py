@@ -1,7 +1,5 @@
 """Run as FOLDER ENGINE: extra state and odd buffers, at once and resumed, in the same bits; or a bad ``callback``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run by torchrun: the asked cells, in which memory runs out; ranks are processes, as torch's generator is of one."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun: plants NaN and infinity on one rank, and writes what became of it on each, by :data:`PARTS`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass

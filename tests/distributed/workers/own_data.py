@@ -1,7 +1,5 @@
 """Run on 1 or 2 ranks, ASKED: answers of a folder's chats, and samples drawn by weight: what windows counted."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Run by torchrun: what a loss and a callback log, and metrics that are vectors and matrices; the rate is 0."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

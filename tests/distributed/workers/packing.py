@@ -1,7 +1,5 @@
 """Run by torchrun: trains on packed documents in cells ``[engine, positions, updates]``, and writes their errors."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

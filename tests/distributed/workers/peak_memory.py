@@ -3,8 +3,6 @@
 Counted by torch's profiler from before the model is built; the arguments are those of ``distaccum train``.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import islice

@@ -1,7 +1,5 @@
 """Run on 2 ranks, ENGINE PROGRAM: one of ``tests.support.programs.PROGRAMS`` beside its truth; each rank writes."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

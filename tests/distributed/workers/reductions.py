@@ -1,7 +1,5 @@
 """Run by torchrun: what a steady window sends, and how exact its gradient is, by accumulations and number formats."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import islice

@@ -1,7 +1,5 @@
 """Run by torchrun: trains in the asked cells, in folders of RUNS: what must be the same on any world."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun, FOLDER MODE: engines that shard, ``whole``, or in ``parts`` from the middle checkpoints of these."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training in FOLDER that prints, warns and logs on every rank, skips, evaluates, saves, waits, and never ends."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

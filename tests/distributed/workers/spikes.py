@@ -1,7 +1,5 @@
 """Run on 2 ranks, FOLDER ENGINE CASE...: spikes in some windows, by :data:`CASES`, ``resumed: `` too, beside fp64."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun on 2 ranks: ``stateful.py FOLDER KIND STEPS RESUME`` trains on a stream, or goes on."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

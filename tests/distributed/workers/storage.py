@@ -6,8 +6,6 @@ fails. ``kill``: the process that goes on is killed at an operation, and another
 ``BACKGROUND`` in the environment saves are made in the background.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

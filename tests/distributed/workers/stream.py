@@ -1,7 +1,5 @@
 """Run by torchrun on 2 ranks: streams of unequal length. Writes, window by window, the samples and the gradient."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from itertools import chain

@@ -5,8 +5,6 @@ window's gradient or loss beside fp64 on whole batches, infinite where it is ref
 has found: the windows' mean losses, and the weights after an epoch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun, perhaps ``spoiled``: uneven ranks where a forward is a collective, beside the first engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Run by torchrun: the asked runs, of which ``verify=first`` alone looks at the gradient; what each rank says."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run by torchrun: the asked cells of oracle and engine matrix with their proofs, of every window of the latter."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

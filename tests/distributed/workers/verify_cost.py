@@ -1,7 +1,5 @@
 """Run by torchrun: what proofs and comparisons of replicas cost a small GPT, by mode, in counts that do not vary."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

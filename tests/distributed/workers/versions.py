@@ -1,7 +1,5 @@
 """Run by torchrun in its own environment: an engine's covering set with whatever torch and DeepSpeed there are."""
 
-from __future__ import annotations
-
 import json
 import sys
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Agents: their keys of the store, leases, next lives, when the store and a stalled one leave; their command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """A window that goes on with fewer ranks: the same bits, and each unit once."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A step of zero1 in which a rank is lost is made by all that are left, or by none, to the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Shares of a state: the same bits, packed or dealt anew, and an error where nobody has a part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

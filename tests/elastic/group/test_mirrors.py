@@ -1,7 +1,5 @@
 """Which checkpoint in memory a view goes back to, and who keeps whose share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Views, reports and the rules between them, by hand and in all states of small runs; how a group is left."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from typing import Any

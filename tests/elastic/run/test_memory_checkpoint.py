@@ -1,7 +1,5 @@
 """Checkpoints in memory: what is kept is what comes back, whole, from those who are left."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which views come no further than the ones before; what agents must be told, and the entry point they start."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

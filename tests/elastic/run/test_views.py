@@ -1,7 +1,5 @@
 """What a view of an elastic run leaves to the next one: here one process is in all of them, and ends them itself."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

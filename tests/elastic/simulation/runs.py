@@ -4,8 +4,6 @@ A cell is a run whose sizes, faults and speeds follow from its seed; a cell that
 again with ``1 --seed SEED``.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from dataclasses import dataclass

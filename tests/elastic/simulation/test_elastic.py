@@ -1,7 +1,5 @@
 """Random elastic runs hold, and runs that are broken on purpose do not: see tests/elastic/simulation/runs.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.elastic.simulation.runs import run

@@ -1,7 +1,5 @@
 """zero1's shares survive the loss of a rank at every moment, and of several unless neighbours are among them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.mirror_model import BrokenError, Rules, Search

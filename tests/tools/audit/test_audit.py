@@ -1,7 +1,5 @@
 """Right loops over models of every kind are called right, in one process; what the audit changes is restored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Causes of made-up gradients: which weights and factors are told apart, and which are said to be alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

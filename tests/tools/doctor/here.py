@@ -1,7 +1,5 @@
 """A look in a process of its own, after that process has been changed; mounts that end with it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The command's arguments, streams and exit codes, in the test's process; its table at 80 and 120 columns and piped."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

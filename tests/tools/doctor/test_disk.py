@@ -1,7 +1,5 @@
 """The disk on real file systems: a folder of this test, one too small, one that nothing can be written to."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

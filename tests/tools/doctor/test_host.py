@@ -1,7 +1,5 @@
 """Each finding of the machine and the job made true; a probe that hangs, raises or crashes is a row."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

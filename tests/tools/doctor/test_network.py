@@ -1,7 +1,5 @@
 """The interfaces, beside what ``ip`` says of them; and what is made of the driver's answers about GPUs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What is said of ranks together, by numbers worked out by hand; real ranks: ``tests/tools/test_doctor_command.py``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

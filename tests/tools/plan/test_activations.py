@@ -1,7 +1,5 @@
 """The memory of a micro-step, found without numbers, against what torch's profiler sees of the one that runs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache, partial

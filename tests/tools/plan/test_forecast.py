@@ -1,7 +1,5 @@
 """The forecast against independent ground truth: simulated rings and queues, and the ZeRO paper's numbers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

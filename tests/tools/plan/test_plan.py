@@ -1,7 +1,5 @@
 """``distaccum plan``: what it counts, measures, prints and writes, and what it says where it cannot."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run directories as files, written by hand, and the report's own HTML read by Python's parser."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

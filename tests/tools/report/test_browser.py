@@ -1,7 +1,5 @@
 """A report in a real browser: what it draws, what its switches do, and that nothing goes wrong on the way."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

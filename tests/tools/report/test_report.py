@@ -1,7 +1,5 @@
 """A report says what the run's files say: held to the files, as other programs read them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

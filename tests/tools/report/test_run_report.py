@@ -1,7 +1,5 @@
 """A run leaves its report and what it ran on, however it ends; neither of them can end it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Level 2 in one process: what it gives, and that misuse has a name."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """``Accumulator.backward``: sums and means give the same gradient, that of the global batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

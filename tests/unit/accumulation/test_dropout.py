@@ -1,7 +1,5 @@
 """Random numbers inside a micro-step are keyed by its micro-batch, and leave those outside alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which samples come next: after another global batch, an abandoned window, a loop that was left for other data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two ranks of which one changes its weights past the engine: both are told, by what is compared beside the counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 And what surrounds a window that begins again: the step, in which it cannot; copies to the device; users' hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

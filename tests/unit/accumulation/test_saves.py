@@ -1,7 +1,5 @@
 """``Accumulator.save`` and ``resume`` on one rank: what is there, what is passed over, and what is refused."""
 
-from __future__ import annotations
-
 import logging
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The rule of spikes on made-up norms, and level 2's loop with it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """What an accumulator saves and holds, parameters without a gradient, and collectives that some ranks do not call."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a NaN or infinite gradient leads to, and when the host asks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

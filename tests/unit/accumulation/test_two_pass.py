@@ -1,7 +1,5 @@
 """Losses that compare the samples of a window: the gradient of one forward, or one message before weights move."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable

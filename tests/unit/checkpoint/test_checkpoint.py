@@ -1,7 +1,5 @@
 """Checkpoints: what they hold, how one appears, takes the place of another, and which is the latest."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

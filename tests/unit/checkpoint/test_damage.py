@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, or made by somebody who means harm: passed over or refused, and nothing runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

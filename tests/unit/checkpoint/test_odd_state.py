@@ -1,7 +1,5 @@
 """State of unusual kinds: kept exactly, or refused before the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

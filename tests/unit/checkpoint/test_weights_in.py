@@ -1,7 +1,5 @@
 """Weights to start from: Hugging Face's folders as they are, and differences that are allowed by name."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files of tensors: safetensors' own bytes, digests of what was meant; an error of the file system is no damage."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

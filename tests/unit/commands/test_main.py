@@ -1,7 +1,5 @@
 """The command ``distaccum``: its table, help, version, shell completion, and pipes whose reader is gone."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """Settings: their types, names, defaults and groups; what cannot be is named by its key before anything starts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, replace

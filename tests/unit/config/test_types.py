@@ -1,7 +1,5 @@
 """Every setting given in Python with a value of another type: refused by its key and value."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints

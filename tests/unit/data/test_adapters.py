@@ -1,7 +1,5 @@
 """What a ``DataLoader`` says is kept, or refused by its name; what only looks like a dataset is none."""
 
-from __future__ import annotations
-
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator

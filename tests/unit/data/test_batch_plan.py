@@ -1,7 +1,5 @@
 """Plans of windows: of a number of samples, a budget of tokens, a schedule; and the order of samples."""
 
-from __future__ import annotations
-
 import tracemalloc
 from bisect import bisect_right
 from dataclasses import replace

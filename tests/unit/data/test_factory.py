@@ -1,7 +1,5 @@
 """Plans and window loaders of given data: grouped, by tokens, counted, and where a loop was in them."""
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from collections.abc import Iterator

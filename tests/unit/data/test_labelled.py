@@ -1,7 +1,5 @@
 """Rows of files become samples: texts with labels, and prompts and chats of which answers alone are learned."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Windows that are loaded, in this process and in loading ones."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import multiprocessing

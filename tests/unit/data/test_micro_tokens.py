@@ -1,7 +1,5 @@
 """Limits of padded tokens: disjoint, complete, within the limit, and windows that are the other plan's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents packed into rows: gradient and losses are those of the same documents alone, in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

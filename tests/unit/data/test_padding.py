@@ -1,7 +1,5 @@
 """Micro-batches of one shape, and in parts: the gradient and the rows are those of the samples alone."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from collections.abc import Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """A stream that is resumed gives what it would have given: whatever its parts are, or it is refused in words."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Units, the same on any number of ranks, dealt in blocks; the order of their sums is that of a binary counter."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which accelerators are used, by torch's names for all of them; a card here is a stand-in."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """What carries device tensors between ranks: ranks share a GPU over gloo alone, and what cannot work is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """What a machine has left, by made-up files of a kernel; and who may take some of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Signals set a flag, and are put back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

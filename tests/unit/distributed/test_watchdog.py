@@ -1,7 +1,5 @@
 """Who is named for a hang, how long a phase may take, and what is no hang."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

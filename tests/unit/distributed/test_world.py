@@ -1,7 +1,5 @@
 """Processes: how they find each other, what they are to each other, and their random number generators."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """Blocks that are computed again: what would be wrong is refused before a weight moves; what operators keep."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

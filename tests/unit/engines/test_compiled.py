@@ -1,7 +1,5 @@
 """Compiled forwards, in a gloo group of one: what is refused, what is counted, what is given back."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The DDP engine through a real gloo group of one, and how zero1 deals the optimizer state out."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any

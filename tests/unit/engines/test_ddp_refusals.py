@@ -3,8 +3,6 @@
 The truth is a plain torch loop over the whole windows in fp64, on one process.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The DeepSpeed JSON: generated, merged with a user's, refused, read back; and held against DeepSpeed itself."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The boundary's arithmetic against torch's textbook sequence: GradScaler.unscale_, clip, step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

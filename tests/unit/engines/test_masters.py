@@ -3,8 +3,6 @@
 Small whole numbers, of which bf16 rounds none, make the truth exact: it is written out here, in fp64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

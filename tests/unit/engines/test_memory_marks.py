@@ -1,7 +1,5 @@
 """Which shapes of micro-batches fit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``numerics=reproducible``: what is refused by name, what a window's counts add up to, and that its sums are right."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules of a user's own on shards: what would read a rank's share as the whole is given the whole, or refused."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

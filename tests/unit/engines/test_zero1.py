@@ -1,7 +1,5 @@
 """Optimizer state on one rank each: the same weights as with all of it on every rank, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

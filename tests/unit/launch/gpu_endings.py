@@ -1,7 +1,5 @@
 """Measurements for the tests of the frame: those that do not come to their end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

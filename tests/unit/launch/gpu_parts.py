@@ -1,7 +1,5 @@
 """Measurements for the tests of the frame: one that is right, and those that go wrong in some way."""
 
-from __future__ import annotations
-
 from launch.bench.gpu.figures import Figure, Measurement, Options
 
 

@@ -1,7 +1,5 @@
 """The pictures of the docs, read back from the SVG: what the arithmetic, or a terminal's screen, says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

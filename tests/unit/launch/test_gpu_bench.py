@@ -1,7 +1,5 @@
 """The bench of the GPU, on the CPU: its frame with measurements that go wrong, and ``correct`` in small sizes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

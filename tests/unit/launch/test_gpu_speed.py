@@ -1,7 +1,5 @@
 """The parts ``speed`` and ``size`` of the GPU bench, on the CPU: what they count, and that each measurement runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

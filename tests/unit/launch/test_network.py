@@ -1,7 +1,5 @@
 """The figures of the two-host bench, from windows that are made up: which host counts, and what is paired with what."""
 
-from __future__ import annotations
-
 import pytest
 
 from launch.bench.network.main import alone, of_count, paired

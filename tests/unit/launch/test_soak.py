@@ -1,7 +1,5 @@
 """The soak's schedule: the same for a seed, every kind of fault in it, each where it can happen."""
 
-from __future__ import annotations
-
 from itertools import islice, pairwise
 
 import pytest

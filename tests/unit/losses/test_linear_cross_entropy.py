@@ -1,7 +1,5 @@
 """The loss in chunks beside whole logits in fp64, and beside what plain fp32 (or autocast) makes of the same batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

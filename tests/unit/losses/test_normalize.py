@@ -1,7 +1,5 @@
 """What a loss and its count may be: each other thing is refused by one message, before a weight moves."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """The losses in chunks of other people's models, beside their own loss in fp64."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses as people write them, cross-entropy and InfoNCE, each beside plain torch or its formula, in fp64."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Against the losses that the Hugging Face models compute themselves, in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

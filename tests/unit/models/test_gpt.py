@@ -1,7 +1,5 @@
 """The GPT: beside GPT-2 of transformers, and with its vocabulary padded beside without."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

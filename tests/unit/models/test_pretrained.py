@@ -1,7 +1,5 @@
 """Models of Hugging Face: nothing is downloaded, they are made of configurations and written into folders first."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Callable

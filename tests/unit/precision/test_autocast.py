@@ -1,7 +1,5 @@
 """Which modules compute in which format: what is kept or chosen by name, copied, compiled, interrupted."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """What each precision computes, steps and reduces in, and which devices it needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A test that takes ``Scaler`` runs with torch's class as well, which is expected 
 torch that is installed has mended that defect. What needs two ranks is in ``tests/distributed/test_overflow.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

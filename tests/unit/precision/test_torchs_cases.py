@@ -5,8 +5,6 @@ words of our own: the same calls and assertions, but for those of torch's operat
 too. 15 hold; the others assert the scale after a few windows, which ours grows one update later, as DeepSpeed's.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

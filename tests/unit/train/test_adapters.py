@@ -1,7 +1,5 @@
 """Checkpoints of adapters: they alone are saved, with what tells their base, and PEFT reads what is exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saves behind a training that goes on: the same checkpoints, of the weights of their own step, or a word of it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """``batch.schedule``: a run whose global batch grows, beside plain torch and beside a loop that is cut in two."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """The checkpoint of the best evaluation outlives newer ones; the objective of a run, which a sweeper is given."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

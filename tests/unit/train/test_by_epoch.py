@@ -1,7 +1,5 @@
 """``trainer.eval_every=epoch`` and ``checkpoint.every=epoch``: at each epoch's last update, whatever that is."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`--check`: what processes will do, found out by one; and how ranks agree on a job, or learn who does not come."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """The parts of a run that its configuration names, and the optimizer among them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

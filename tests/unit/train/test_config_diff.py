@@ -1,7 +1,5 @@
 """A run that resumes: what it may have changed is listed, what gives its state another meaning is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a Trainer switches on for its run alone: deterministic kernels, and a compiled loss, which it gives back."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

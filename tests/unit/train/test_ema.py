@@ -1,7 +1,5 @@
 """The moving average of the weights, against a loop that is written here: kept, saved, evaluated, exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

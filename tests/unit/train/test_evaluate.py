@@ -1,7 +1,5 @@
 """Evaluations in one process: who loads the held-out samples, in which batches, of which weights; no trace is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

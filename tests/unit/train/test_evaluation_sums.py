@@ -1,7 +1,5 @@
 """The sums of an evaluation: the same bits whoever has which batches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model groups have GPT-2's published sizes, and every experiment plans and trains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The numbers of a record: TFLOP/s and MFU against operations counted by hand and the cards' own sheets; memory."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What stands on a terminal while there is a live line, after it, in the processes around it; how it is left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The loop in one process, through a real gloo group of one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

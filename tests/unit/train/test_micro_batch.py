@@ -1,7 +1,5 @@
 """``batch.micro_size=auto`` where there is nothing to find; ``memory.json``: what the next start takes up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``optim=muon``: beside one process in fp64 whose rules are written out here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from math import sqrt

@@ -1,7 +1,5 @@
 """Numbers of one's own, and metrics that give more than one number: what is taken, and what is refused in words."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

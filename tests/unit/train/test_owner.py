@@ -1,7 +1,5 @@
 """One owner of a run directory: real processes that hold, lose and take it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

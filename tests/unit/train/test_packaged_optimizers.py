@@ -1,7 +1,5 @@
 """``optim=schedule_free`` and ``optim=adamw8bit``, beside plain loops over whole batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

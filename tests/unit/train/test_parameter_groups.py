@@ -1,7 +1,5 @@
 """Parameter groups of the configuration: what each takes, what it states, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is preempted in one process goes on as if it had not been: what neither logs nor saves may tell apart."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

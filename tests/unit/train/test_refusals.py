@@ -1,7 +1,5 @@
 """What a Trainer is given and cannot use is refused before the run; what callbacks do is held to rules."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

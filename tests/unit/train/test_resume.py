@@ -1,7 +1,5 @@
 """What a run may go on from, found out before it starts, in a sweep too; and what it says about it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

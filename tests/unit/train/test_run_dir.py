@@ -1,7 +1,5 @@
 """A run's directory: what it holds, who sees it, how a failure is told, and when a machine's restarts end."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

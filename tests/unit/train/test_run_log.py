@@ -1,7 +1,5 @@
 """The log file of a rank, read back; and the log of the command line, which a library does not install."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

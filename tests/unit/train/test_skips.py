@@ -1,7 +1,5 @@
 """Skipped windows in a Trainer's run: what is logged, evaluated, saved, called."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """What the live line says, computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a run says of itself: its header, its results, its model's table beside the parameters themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When to stop, and when a checkpoint is due, on clocks of the test's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from distaccum.train.parts.time_limit import TimeLimit

@@ -1,7 +1,5 @@
 """Trackers in one process: what each is told, writes and leaves out; none of their failures is the run's."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Level 3 in one process: callbacks, evaluation, early stop, resume."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

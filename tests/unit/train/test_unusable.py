@@ -1,7 +1,5 @@
 """What a run finds and cannot use: one line before anything changes, or a warning."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

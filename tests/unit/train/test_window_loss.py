@@ -1,7 +1,5 @@
 """A ``Trainer`` with a loss that compares samples: what it refuses, what an evaluation gives, what it measures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

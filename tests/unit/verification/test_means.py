@@ -1,7 +1,5 @@
 """A mean that is no sum, or is over another count, is refused in the first window of a loop; what is right trains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """DeepSpeed without it: state of flat partitions by names of parameters, and which rules of optimizers survive them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
