@@ -118,6 +118,8 @@ NEWEST, BEGINNING = (f"distaccum.tools.history:{name}" for name in ("newest_chec
 """The checkpoint that a run directory's run goes on from; what is said of a start from zero there."""
 TENSORBOARD = "distaccum.tools.tensorboard:TensorBoardLogger"
 """A logger that writes TensorBoard's event files."""
+WANDB, WANDB_KEY, WANDB_RUN_ID = (f"distaccum.tools.wandb:{name}" for name in ("loggers", "require_key", "run_id"))
+"""Makes loggers that send records to W&B, one or none; requires the key that a server asks for; the id of a new run."""
 MLFLOW = "distaccum.tools.mlflow:logger"
 """Makes a logger that sends records to MLflow, of its settings and the run's folder."""
 METRICS = "distaccum.tools.metric_results:MetricResults"

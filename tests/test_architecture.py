@@ -111,7 +111,7 @@ LIBRARIES = {
         "tools/submitit.py",
         "tools/sweeps.py",
     },
-    "wandb": {"tools/wandb_upload.py", "train/metrics/wandb.py"},
+    "wandb": {"tools/wandb_upload.py", "tools/wandb.py"},
     "mlflow": {"tools/mlflow.py"},
     "torch.utils.tensorboard": {"tools/tensorboard.py"},
     "safetensors": {"checkpoint/tensors.py", "tools/export.py"},

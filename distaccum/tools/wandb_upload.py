@@ -13,8 +13,8 @@ from typing import Any
 
 from distaccum import program
 from distaccum.tools.arguments import Arguments
+from distaccum.tools.wandb import INIT_TIMEOUT_S, Sender, shown
 from distaccum.train.metrics.loggers import records_of
-from distaccum.train.metrics.wandb import INIT_TIMEOUT_S, Sender, shown
 
 
 def upload(run_dir: Path, *, mode: str = "online", run_id: str | None = None) -> int:

@@ -52,6 +52,7 @@ from distaccum.program import (
     REPORT,
     REWIND,
     UTILIZATION,
+    WANDB_RUN_ID,
     WINDOWS,
     load,
 )
@@ -63,7 +64,6 @@ from distaccum.train.failure import follows_from_another_rank, group_timeout, no
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo
-from distaccum.train.metrics.wandb import run_id
 from distaccum.train.micro_batch import find_micro_batch, hardware_of, memory_noted
 from distaccum.train.owner import refuse_if_held
 from distaccum.train.parts.base import Called, LossScaleAlert, Part
@@ -356,7 +356,7 @@ def prepare_run(
     _seed(config.seed + world.rank)
     workers = loading_of(components.data, config, components.most_ahead)
     loader = build_loader(components.data, components.plan, world, workers=workers, seed=config.seed)
-    wandb_id, note = restore.after_wrap(accumulator, wandb_id=run_id())
+    wandb_id, note = restore.after_wrap(accumulator, wandb_id=load(WANDB_RUN_ID)())
     generators = RNGState.capture(world.device)
     closing.callback(accumulator.close, alone=session.closes_alone)  # the model's owner may train it further
     run = TrainingRun(

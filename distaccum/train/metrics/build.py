@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,19 +10,15 @@ from typing import TYPE_CHECKING
 from distaccum.accumulation.progress import Progress
 from distaccum.config.extras import install_command
 from distaccum.config.instantiate import build, check
-from distaccum.config.metrics import MetricsConfig, WandbConfig
+from distaccum.config.metrics import MetricsConfig
 from distaccum.config.trainer import CheckpointConfig
 from distaccum.errors import ConfigError
-from distaccum.program import MLFLOW, TENSORBOARD, load
-from distaccum.train.metrics.background import UPLOAD_TIMEOUT_S, InThread, KeptCheckpoints, Tolerant
+from distaccum.program import MLFLOW, TENSORBOARD, WANDB, WANDB_KEY, load
+from distaccum.train.metrics.background import Tolerant
 from distaccum.train.metrics.loggers import JsonlLogger, Logger, RunInfo
-from distaccum.train.metrics.wandb import WandbLogger, remedy_of, require_key, resolved
 
 if TYPE_CHECKING:
     import torch
-
-_WANDB_TIMEOUT_S = 8.0
-_OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
 
 
 def check_loggers(metrics: MetricsConfig) -> None:
@@ -32,8 +27,7 @@ def check_loggers(metrics: MetricsConfig) -> None:
     Raises:
         ConfigError: a package is missing, a key of W&B, or a ``_target_``.
     """
-    if (mode := resolved(metrics.wandb).mode) == "online":
-        require_key(mode)
+    load(WANDB_KEY)(metrics.wandb)
     for name, wanted in (("tensorboard", metrics.tensorboard.enabled), ("mlflow", metrics.mlflow.enabled)):
         if wanted and find_spec(name) is None:
             key = f"metrics.{name}.enabled"
@@ -64,10 +58,8 @@ def build_loggers(
     others: list[Logger] = []
     if console is not None:
         others.append(console)
-    wandb = resolved(metrics.wandb)
-    if wandb.mode != "disabled":
-        best = checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min"
-        others.append(_wandb(wandb, run, best, progress, awaited=any(map(_names_wandb, users))))
+    best = checkpoint.best, checkpoint.mode_of_best() if checkpoint.best else "min"
+    others += load(WANDB)(metrics.wandb, run, best, progress, users)
     if metrics.tensorboard.enabled:
         others.append(Tolerant("tensorboard", load(TENSORBOARD)))
     if metrics.mlflow.enabled:
@@ -78,41 +70,6 @@ def build_loggers(
     for logger in others:
         logger.begin(run)
     return [*loggers, *others]
-
-
-def _wandb(
-    settings: WandbConfig,
-    run: RunInfo,
-    best: tuple[str | None, str],
-    progress: Callable[[], Progress],
-    *,
-    awaited: bool,
-) -> Logger:
-    timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _WANDB_TIMEOUT_S
-    awaited_s = timeout if awaited else 0.0
-    timeout = timeout if settings.log_checkpoints == "none" else UPLOAD_TIMEOUT_S
-    kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
-    logger = WandbLogger(settings, kept, best=best)
-    thread = InThread(
-        "Weights & Biases",
-        logger,
-        opening_s=timeout,
-        timeout_s=timeout,
-        remedy=remedy_of(run.folder),
-        kept=kept,
-        log_checkpoints=settings.log_checkpoints,
-        reads_later=True,
-        awaited_s=awaited_s,
-    )
-    logger.progress, logger.later = progress, thread.later
-    return thread
-
-
-def _names_wandb(user: object) -> bool:
-    """Whether a callback's or a loss's code, or its module, names ``wandb``."""
-    kind = type(user)
-    codes = [code for one in kind.__mro__ for each in vars(one).values() if (code := getattr(each, "__code__", None))]
-    return hasattr(sys.modules.get(kind.__module__), "wandb") or any("wandb" in code.co_names for code in codes)
 
 
 def _itself(logger: Logger) -> Logger:

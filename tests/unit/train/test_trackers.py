@@ -33,12 +33,12 @@ from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.tools.mlflow import MLflowLogger, ToldOnce, flat
 from distaccum.tools.record_file import last_window, rewind
 from distaccum.tools.tensorboard import TensorBoardLogger
+from distaccum.tools.wandb import best_of, resolved, run_id
 from distaccum.tools.wandb_upload import main as upload
 from distaccum.train.metrics.background import InThread, KeptCheckpoints
 from distaccum.train.metrics.build import check_loggers
 from distaccum.train.metrics.console import ConsoleLogger, Status, open_console
 from distaccum.train.metrics.loggers import JsonlLogger, records_of
-from distaccum.train.metrics.wandb import best_of, resolved, run_id
 from distaccum.train.owner import Owner, OwnershipLostError
 from tests.support.commands import ROOT
 from tests.support.runs import settings

@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from distaccum.config.direction import known_mode
 from distaccum.config.metrics import WANDB_MODES, WandbConfig
 from distaccum.config.secrets import redact
 from distaccum.errors import ConfigError, shorten
-from distaccum.train.metrics.background import KeptCheckpoints, files_of
+from distaccum.train.metrics.background import UPLOAD_TIMEOUT_S, InThread, KeptCheckpoints, files_of
 from distaccum.train.metrics.loggers import TEXTS, Logger, Record, RunInfo, records_of
 
 if TYPE_CHECKING:
@@ -293,13 +293,13 @@ def _quiet_handlers() -> Iterator[None]:
         logging.raiseExceptions = before
 
 
-def require_key(mode: str) -> None:
-    """Whether W&B finds a key of the right form, which ``online`` needs; asks no server.
+def require_key(settings: WandbConfig) -> None:
+    """Requires a key of the right form, which W&B needs in the mode ``online``; asks no server.
 
     Raises:
         ConfigError: it does not.
     """
-    if mode != "online":
+    if (mode := resolved(settings).mode) != "online":
         return
     import wandb  # noqa: PLC0415
 
@@ -320,3 +320,53 @@ def require_key(mode: str) -> None:
 
 def _warn(message: str) -> None:
     _log.warning("Weights & Biases: %s", message)
+
+
+_TIMEOUT_S = 8.0
+_OFFLINE_TIMEOUT_S = 60.0  # no server is waited for, but a machine that is busy
+
+
+def loggers(
+    given: WandbConfig,
+    run: RunInfo,
+    best: tuple[str | None, str],
+    progress: Callable[[], Progress],
+    users: Sequence[object],
+) -> list[Logger]:
+    """W&B's logger in its thread; none where it is disabled.
+
+    Args:
+        given: the settings.
+        run: what the logger begins with.
+        best: see :class:`WandbLogger`.
+        progress: the run's.
+        users: callbacks and the loss: where one of them names W&B itself, the thread is waited for.
+    """
+    settings = resolved(given)
+    if settings.mode == "disabled":
+        return []
+    timeout = _OFFLINE_TIMEOUT_S if settings.mode == "offline" else _TIMEOUT_S
+    awaited_s = timeout if any(map(_names_wandb, users)) else 0.0
+    timeout = timeout if settings.log_checkpoints == "none" else UPLOAD_TIMEOUT_S
+    kept = KeptCheckpoints(run.folder / "wandb" / "checkpoints")
+    logger = WandbLogger(settings, kept, best=best)
+    thread = InThread(
+        "Weights & Biases",
+        logger,
+        opening_s=timeout,
+        timeout_s=timeout,
+        remedy=remedy_of(run.folder),
+        kept=kept,
+        log_checkpoints=settings.log_checkpoints,
+        reads_later=True,
+        awaited_s=awaited_s,
+    )
+    logger.progress, logger.later = progress, thread.later
+    return [thread]
+
+
+def _names_wandb(user: object) -> bool:
+    """Whether a callback's or a loss's code, or its module, names ``wandb``."""
+    kind = type(user)
+    codes = [code for one in kind.__mro__ for each in vars(one).values() if (code := getattr(each, "__code__", None))]
+    return hasattr(sys.modules.get(kind.__module__), "wandb") or any("wandb" in code.co_names for code in codes)
