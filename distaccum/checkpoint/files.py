@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -82,6 +83,49 @@ def awaited(look: Callable[[], _T]) -> _T:
     return look()
 
 
+def rename(path: Path, final: Path) -> Path:
+    """Renames a file or folder, in the place of a file that is there; returns the new path.
+
+    Where a reply of NFS is lost the request is repeated, and told that there is no ``path``: looks whether that is so
+    because it has happened.
+    """
+    own = retried(path.lstat)
+
+    def act() -> None:
+        try:
+            path.replace(final)
+        except OSError:
+            if not (os.path.lexists(final) and os.path.samestat(own, final.lstat())):
+                raise
+
+    retried(act, of=path)
+    return final
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that is not there yet; one that is empty may be of a request of this whose reply was lost.
+
+    Raises:
+        FileExistsError: something is there.
+    """
+
+    def act() -> None:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir() or any(path.iterdir()):
+                raise
+
+    retried(act, of=path)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder with what is in it; where a reply is lost, something is gone already, and it goes on."""
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        shutil.rmtree(path)
+
+
 def listed(folder: Path, pattern: str = "*") -> list[Path]:
     """What is in the folder by a name of this pattern; not ``glob``, which takes one that it may not list for empty."""
     try:
@@ -129,7 +173,7 @@ def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             with temporary.open("xb") as file:
                 fill(file)
             sync(temporary)
-            temporary.replace(path)
+            rename(temporary, path)
         except OSError:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -199,7 +243,7 @@ class HashingWriter:
             OSError: the disk is full, or gone; with the name of this file, or of one before.
         """
         if sum(map(len, pieces)) < _LARGE:
-            _write(self.folder / name, pieces)
+            retried(partial(_write, self.folder / name, pieces))
             self._digests[name] = _digest_of(pieces)
             return
         self._running[self._threads.submit(self._write_and_hash, self.folder / name, pieces)] = name
@@ -220,7 +264,7 @@ class HashingWriter:
     def _write_and_hash(self, file: Path, pieces: Pieces) -> str:
         """In one thread; another one hashes. As many files as there are cores take two threads each: all there are."""
         hashed = self._threads.submit(_digest_of, pieces)
-        _write(file, pieces)
+        retried(partial(_write, file, pieces))
         return hashed.result()
 
 

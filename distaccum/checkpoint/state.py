@@ -33,6 +33,7 @@ from torch import Tensor
 from distaccum.accumulation.progress import Progress
 from distaccum.checkpoint import tensors
 from distaccum.checkpoint.files import HashingWriter, Pieces, retried
+from distaccum.checkpoint.store import await_files
 from distaccum.config.engine import BY_PARAMETER
 from distaccum.distributed.random import RNGState
 from distaccum.distributed.world import World
@@ -167,11 +168,12 @@ class SavedState:
 
 
 def read(folder: Path) -> SavedState:
-    """Reads the ``state.json`` of a verified checkpoint.
+    """Reads the ``state.json`` of a verified checkpoint; waits for files that this machine does not see yet.
 
     Raises:
         CheckpointError: it is of another version, or a part is missing or not what it should be.
     """
+    await_files(folder)
     try:
         record: dict[str, Any] = json.loads(retried((folder / "state.json").read_text, of=folder / "state.json"))
     except (OSError, ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,10 +19,14 @@ from distaccum.checkpoint.files import (
     ABSENT,
     BEST,
     LATEST,
+    awaited,
     digests,
     is_file,
     listed,
+    make_folder,
     pointed,
+    remove_folder,
+    rename,
     retried,
     sync,
     write_json,
@@ -93,7 +97,7 @@ class CheckpointStore:
         with _named(temporary):
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
+                make_folder(temporary)
             world.barrier()
         return temporary
 
@@ -120,7 +124,7 @@ class CheckpointStore:
             before = self.root / f"{_REPLACED}step-{step}"
             if again and final.is_dir():
                 shutil.rmtree(before, ignore_errors=True)
-                final.rename(before)
+                rename(final, before)
             self._publish(temporary, final)
             shutil.rmtree(before, ignore_errors=True)
             self._prune()
@@ -144,9 +148,9 @@ class CheckpointStore:
         """Puts back a checkpoint that a process which died was about to replace; before a run goes on, on rank 0."""
         for path in listed(self.root, f"{_REPLACED}step-*"):
             if path.with_name(path.name.removeprefix(_REPLACED)).exists():
-                shutil.rmtree(path)
+                remove_folder(path)
         for path, final in self.to_recover():
-            path.rename(final)
+            rename(path, final)
         if self.steps():
             self._point_to_best()
 
@@ -242,7 +246,7 @@ class CheckpointStore:
         newer = self._newer(final)
         if os.path.lexists(final):
             _clear(final)
-        temporary.rename(final)
+        rename(temporary, final)
         sync(self.root)
         self._published(final, newer)
 
@@ -275,7 +279,7 @@ class CheckpointStore:
             removed = [_rename_to_remove(path) for path in old]
             sync(self.root)
             for path in removed:
-                shutil.rmtree(path)
+                remove_folder(path)
         except (OSError, UnreadableError) as error:
             _log.warning("an older checkpoint cannot be removed, and stays for now (%s)", error)
 
@@ -308,7 +312,7 @@ def _named(path: Path) -> Iterator[None]:
 def _rename_to_remove(path: Path) -> Path:
     removed = path.with_name(f".removing-{path.name}")
     shutil.rmtree(removed, ignore_errors=True)
-    return path.rename(removed)
+    return rename(path, removed)
 
 
 def _expect_best(found: Mapping[str, Any]) -> None:
@@ -336,7 +340,7 @@ def _clear(path: Path) -> None:
 def _set_aside(path: Path, name: str, why: str) -> None:
     names = (path.with_name(f"{name}-{path.name}{f'-{i}' if i else ''}") for i in count())
     aside = next(free for free in names if not os.path.lexists(free))
-    path.rename(aside)
+    rename(path, aside)
     _log.warning("%s is %s now: %s", path, aside.name, why)
 
 
@@ -366,7 +370,7 @@ def find(path: Path, *, best: bool = False) -> Path:
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint with its manifest.
+    """Compares every file of a checkpoint with its manifest, after :func:`await_files`.
 
     Files that nothing here reads may have been added, as by a callback or by the file system. The folder itself may
     be a link; in it, a link or a pipe is no file of a checkpoint.
@@ -375,6 +379,7 @@ def verify(path: Path) -> None:
         CheckpointError: it is damaged: there is no manifest, or a file that is read is missing, added or changed.
         UnreadableError: a file cannot be read, again and again.
     """
+    await_files(path)
     try:
         text = retried(partial(_manifest, path), of=path / MANIFEST)
         expected: dict[str, str] = json.loads(text)
@@ -390,6 +395,22 @@ def verify(path: Path) -> None:
     different = sorted(name for name in names if actual.get(name) is None or expected.get(name) != actual[name])
     if different:
         raise CheckpointError(f"{path}: missing, added or changed: {', '.join(different)}")
+
+
+def await_files(folder: Path) -> None:
+    """Waits for those of a checkpoint's files that its manifest names and that are not there: they may be late.
+
+    Whoever reads them says what has not come after two seconds, or cannot be read.
+    """
+
+    def look() -> None:
+        names = json.loads(_manifest(folder))
+        _walk(folder)  # for which NFS asks what is there, where it remembers that something is not
+        if isinstance(names, dict) and not all(os.path.lexists(folder / name) for name in names):
+            raise FileNotFoundError
+
+    with suppress(OSError, ValueError, RecursionError, CheckpointError):
+        awaited(look)
 
 
 def _seal(folder: Path, known: Mapping[str, str] = _NONE) -> None:

@@ -283,7 +283,7 @@ class Owner:
         except FileNotFoundError:
             return 0.0
         finally:
-            now.unlink()
+            now.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):

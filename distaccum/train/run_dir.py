@@ -16,7 +16,7 @@ from threading import Lock
 from time import monotonic, sleep
 from typing import Any
 
-from distaccum.checkpoint.files import ABSENT, listed, retried, write_json, write_text
+from distaccum.checkpoint.files import ABSENT, listed, make_folder, rename, retried, write_json, write_text
 from distaccum.config.secrets import redact_text, values_of_environment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, shorten
@@ -113,7 +113,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable.{token_hex(8)}"
             probe.touch(exist_ok=False)
-            probe.unlink()
+            probe.unlink(missing_ok=True)
 
         try:
             retried(make)
@@ -146,7 +146,7 @@ class RunDir:
             self._clear()
             try:
                 self._reserve.write_bytes(b" " * _RESERVED)
-                self.ranks.mkdir()
+                make_folder(self.ranks)
                 if successor is not None and self.metrics.exists():
                     self._leave_to_others(self.metrics)
             except OSError as error:
@@ -167,7 +167,7 @@ class RunDir:
         shutil.copyfile(file, copy)
         with copy.open("rb") as written:
             os.fsync(written.fileno())
-        copy.replace(file)
+        rename(copy, file)
 
     def _clear(self) -> None:
         left = [self._reserve, self.path / "metrics.tmp"]

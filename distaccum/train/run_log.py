@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from errno import ESTALE
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ class RunLog(logging.Handler):
 class _File(RotatingFileHandler):
     def __init__(self, path: Path, hide: Callable[[str], str]) -> None:
         super().__init__(path, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", errors="replace", delay=True)
-        self._hide, self._pid, self._failed = hide, os.getpid(), False
+        self._hide, self._pid, self._failed, self._anew = hide, os.getpid(), False, False
 
     def _open(self) -> Any:
         """Without a buffer: what a full disk does not take is not tried again with every later line."""
@@ -190,9 +191,15 @@ class _File(RotatingFileHandler):
         return self._hide(f"{when} {record.levelname} {record.name}: {super().format(record)}")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
-        """A disk's error is said once; an error in a message is told as Python does it."""
+        """A stale file is opened anew; a disk's error is said once; one in a message is told as Python does it."""
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if getattr(error, "errno", None) == ESTALE and not self._anew:
+            with suppress(OSError, AttributeError):
+                self.stream.close()  # type: ignore[union-attr]
+            self.stream, self._anew = None, True
+            self.emit(record)
+            self._anew = False
+        elif not isinstance(error, OSError):
             super().handleError(record)
         elif not self._failed:
             self._failed = True
