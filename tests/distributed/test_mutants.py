@@ -5,19 +5,10 @@ import sys
 
 import pytest
 
-from tests.mutants import engines as engine_mutants
-from tests.mutants import gradient as mutants
-from tests.mutants import modes as mode_mutants
-from tests.mutants import scaling as scaling_mutants
-from tests.mutants import two_pass as two_pass_mutants
-from tests.mutants.gradient import Mutant
+from tests.mutants import Mutant, gradient, modes, read, scaling
 from tests.support.commands import ROOT
 
-EVERY = [
-    *(*mutants.MUTANTS, *scaling_mutants.MUTANTS, *two_pass_mutants.MUTANTS),
-    *(mutant for _, _, mutant in engine_mutants.MUTANTS),
-    *(mutant for _, mutant in mode_mutants.MUTANTS),
-]
+EVERY = [mutant for file in ("gradient", "scaling", "two_pass", "engines", "modes", "guards") for mutant in read(file)]
 
 
 @pytest.mark.parametrize("mutant", EVERY, ids=lambda mutant: mutant.name)
@@ -29,7 +20,7 @@ def test_what_a_mutant_replaces_is_in_the_package_once(mutant: Mutant) -> None:
 
 @pytest.mark.heavy
 def test_the_tests_beside_the_mutants_of_the_modes_are_there() -> None:
-    tests = dict.fromkeys(test for test, _ in mode_mutants.MUTANTS)
+    tests = dict.fromkeys(mutant.where for mutant in modes.MUTANTS)
     collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", *tests]
     found = subprocess.run(collecting, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-2000:]
@@ -37,15 +28,15 @@ def test_the_tests_beside_the_mutants_of_the_modes_are_there() -> None:
 
 @pytest.mark.heavy
 def test_every_mutant_of_the_gradient_is_caught() -> None:
-    assert mutants.main() == 0
+    assert gradient.main() == 0
 
 
 @pytest.mark.heavy
 def test_every_mutant_of_scaling_and_skipping_is_caught() -> None:
-    assert scaling_mutants.main() == 0
+    assert scaling.main() == 0
 
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
 def test_every_mutant_of_the_modes_is_caught() -> None:
-    assert mode_mutants.main() == 0
+    assert modes.main() == 0

@@ -4,19 +4,15 @@
 end before is run once more without them. It exits with 1 if one trains to its end, or something else ends it.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from tests.distributed.workers.verify import Run
-from tests.mutants import engines, gradient, scaling
-from tests.mutants.gradient import Mutant
-from tests.mutants.guards import GUARDS, package
-from tests.support.commands import ROOT, run
+from tests.mutants import Mutant, answered, engines, gradient, scaling
+from tests.mutants.guards import GUARDS
 from tests.support.engine_matrix import ENGINES
 
-WORKER = ROOT / "tests" / "distributed" / "workers" / "verify.py"
 # A scale that moves within a window, and a clip that bites.
 FP16 = {"precision": "fp16", "growth_interval": 3, "clip_norm": 0.05}
 RUNS: dict[str, tuple[Run, ...]] = {
@@ -51,7 +47,8 @@ def cases() -> list[tuple[Mutant, Run]]:
     found = []
     for mutant in (*gradient.MUTANTS, *scaling.MUTANTS):
         found += [(mutant, one) for one in RUNS.get(mutant.name, (Run(),))]
-    for engine, precision, mutant in engines.MUTANTS:
+    for mutant in engines.MUTANTS:
+        engine, precision = mutant.where.split(", ")
         if engine in ENGINES:
             found += [(mutant, one) for one in RUNS.get(mutant.name, (Run(engine=engine, precision=precision),))]
     return [(mutant, one) for mutant, one in found if mutant.name not in NOT_CAUGHT]
@@ -59,14 +56,8 @@ def cases() -> list[tuple[Mutant, Run]]:
 
 def sayings(mutant: Mutant | None, runs: Sequence[Run], *, guarded: bool = True) -> list[list[str]]:
     """What every rank says of each run, with a mutated copy of the package on its path."""
-    with package([mutant, None if guarded else GUARDS]) as folder:
-        asked, answered = folder / "runs.json", folder / "said.json"
-        asked.write_text(json.dumps([asdict(one) for one in runs]))
-        finished = run(answered, asked, world=2, script=WORKER, warm="torch", PYTHONPATH=str(folder), timeout=120)
-        if finished.returncode:
-            return [[f"exit code {finished.returncode}: {finished.stderr[-2000:]}"]]
-        said: list[list[str]] = json.loads(answered.read_text())
-        return said
+    said = answered([mutant, None if guarded else GUARDS], "verify", [asdict(one) for one in runs])
+    return [[said]] if isinstance(said, str) else said
 
 
 def caught(said: Sequence[str], error: str = "VerificationError") -> bool:

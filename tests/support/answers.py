@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,23 @@ def answer(worker: str, *arguments: object, asked: Any = None, world: int = 2, *
         return json.loads(files[0].read_text())
 
 
-def give(found: Any, world: World) -> None:
-    if world.is_main:
+def give(find: Callable[[World], Any], *, timeout_s: float = 0.0, of_all: bool = False) -> None:
+    """Joins the other ranks, and writes what is found there: by this rank alone, or ``of_all``.
+
+    With ``timeout_s`` ranks that wait for each other fail, before the limit of the test ends them.
+    """
+    from distaccum.distributed import world  # noqa: PLC0415  a test asks without torch
+
+    if timeout_s:
+        world.GROUP_TIMEOUT = timedelta(seconds=timeout_s)
+    joined = world.World.join()
+    found = find(joined)
+    if of_all:
+        found = joined.all_gather_object(found)
+    if joined.is_main:
         Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+def asked() -> Any:
+    """What a worker is asked."""
+    return json.loads(Path(sys.argv[2]).read_text())

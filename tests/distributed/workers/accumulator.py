@@ -85,10 +85,5 @@ def run(name: str, world: World) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    world = World.join()
-    found = {name: run(name, world) for name in sys.argv[2:]}
-    give(found, world)
-
-
-main()
+if __name__ == "__main__":
+    give(lambda world: {name: run(name, world) for name in sys.argv[2:]})

@@ -305,15 +305,18 @@ CASES: dict[str, Callable[[World], Any]] = {
 }
 
 
-if __name__ == "__main__":
-    joined = World.join()
+def main(world: World) -> dict[str, Any]:
     logging.getLogger("distaccum").setLevel(logging.ERROR)
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         said: Any
         try:
-            said = case(joined)
+            said = case(world)
         except DistaccumError as problem:
             said = f"{type(problem).__name__}: {problem}"
-        found[name] = joined.all_gather_object(said)
-    give(found, joined)
+        found[name] = world.all_gather_object(said)
+    return found
+
+
+if __name__ == "__main__":
+    give(main)

@@ -4,9 +4,6 @@ Each is trained on twice; the last rank has none of the first, no rank any of th
 """
 
 import copy
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator, DeepSpeedConfig, World
 from distaccum.errors import MisuseError
 from distaccum.tools.noise import GradientNoise
-from tests.support.answers import give
+from tests.support.answers import asked, give
 
 Batch = dict[str, Tensor]
 ROLLOUTS, PASSES, EMPTY, DECAY = 5, 2, 2, 0.8
@@ -151,12 +148,15 @@ def refused(world: World) -> list[str]:
     return said
 
 
-if __name__ == "__main__":
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     ways = {"loop": {}, "step": {"whole": True}, "resumed": {"resumed": True}}
     trainings = [
         trained(world, engine, **options) | {"of": f"{engine}, {way}"}
-        for engine in json.loads(Path(sys.argv[2]).read_text())
+        for engine in asked()
         for way, options in ways.items()
     ]
-    give({"trainings": trainings, "said": world.all_gather_object(failing(world)), "refused": refused(world)}, world)
+    return {"trainings": trainings, "said": world.all_gather_object(failing(world)), "refused": refused(world)}
+
+
+if __name__ == "__main__":
+    give(main)

@@ -22,11 +22,9 @@ def count(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def main() -> None:
-    names = sys.argv[2:]
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in names:
+    for name in sys.argv[2:]:
         for window, number in WINDOWS.items():
             micro_batches = make_micro_batches(world.rank, number)
             with audit(
@@ -41,8 +39,8 @@ def main() -> None:
                 else:
                     FRAMEWORKS[name].run(make_model, micro_batches, STEPS)
             found[f"{name}, {window}"] = told(report)
-    give(found, world)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    give(main)

@@ -485,12 +485,11 @@ def ends(world: World) -> Any:
     return said
 
 
-def main() -> None:
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     accelerator = load_deepspeed(world.device).accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # which the product never says of a CPU
-    give({name: PARTS[name](world) for name in sys.argv[2:]}, world)
+    return {name: PARTS[name](world) for name in sys.argv[2:]}
 
 
 if __name__ == "__main__":
-    main()
+    give(main)

@@ -52,8 +52,7 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return float(wrong.norm() / torch.cat([value.flatten() for value in truth.values()]).norm())
 
 
-def main() -> None:
-    world = World.join()
+def main(world: World) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model, data = Model(torch.bfloat16), torch.randn(SAMPLES, 8)
     hidden = model.base(data.bfloat16()).double()
@@ -62,12 +61,11 @@ def main() -> None:
     truth = {name: -p.grad for name, p in trained.named_parameters() if p.grad is not None}
     plain = Model(torch.float32)
     in_bf16 = [update(plain, data, stage, "bf16", world) for stage in range(4)]
-    found = {
+    return {
         "frozen": [error(update(model, data, stage, "fp32", world), truth) for stage in range(4)],
         "bf16": [error(one, in_bf16[0]) for one in in_bf16],
     }
-    give(found, world)
 
 
 if __name__ == "__main__":
-    main()
+    give(main)

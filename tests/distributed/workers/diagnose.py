@@ -5,7 +5,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distaccum import World
@@ -53,13 +52,9 @@ def main(world: World) -> dict[str, Any]:
         outcome = run_window(engine, window(case, world.rank), Loss())
         found = diagnose(engine, window(case, world.rank), Loss(), world)
         plain = [asdict(finding) | {"stage": finding.stage.value} for finding in found]
-        everyone: list[Any] = [None] * world.size
-        dist.all_gather_object(everyone, plain)
-        results[case] = {"finite": outcome.finite, "ranks": everyone}
+        results[case] = {"finite": outcome.finite, "ranks": world.all_gather_object(plain)}
     return results
 
 
 if __name__ == "__main__":
-    joined = World.join()
-    found = main(joined)
-    give(found, joined)
+    give(main)

@@ -47,8 +47,8 @@ def weights(acc: Accumulator) -> list[float]:
     return [number for name in sorted(model) for number in model[name].flatten().tolist()]
 
 
-def main() -> None:
-    world, found = World.join(), {}
+def main(world: World) -> dict[str, Any]:
+    found = {}
     for name in sys.argv[2:]:
         engine = DeepSpeedConfig(stage=2) if name == "deepspeed" else engine_config(name)
         whole = make(engine, world, seed=100)
@@ -62,7 +62,8 @@ def main() -> None:
         second.load_state_dict(first.state_dict())
         train(second, 1)
         found[name]["resumed"] = weights(second)
-    give(found, world)
+    return found
 
 
-main()
+if __name__ == "__main__":
+    give(main)

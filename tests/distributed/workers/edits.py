@@ -314,8 +314,7 @@ def follow(program: Program, model: nn.Module, windows: list[list[int]]) -> None
         program.between(model, optimizer, k)
 
 
-def main() -> None:
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cell in sys.argv[2:]:
         engine, _, only = cell.partition(":")
@@ -324,8 +323,8 @@ def main() -> None:
                 found[f"{name} {engine}"] = run(PROGRAMS[name], engine, world)
             except (ConfigError, MisuseError) as error:
                 found[f"{name} {engine}"] = str(error)
-    give(world.all_gather_object(found), world)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    give(main, of_all=True)

@@ -81,7 +81,9 @@ def expected(number: int) -> list[list[float]]:
     return found
 
 
+def main(world: World) -> Any:
+    return {engine: {name: trained(engine, world, *held) for name, held in HELD.items()} for engine in sys.argv[2:]}
+
+
 if __name__ == "__main__":
-    world = World.join()
-    cells = {engine: {name: trained(engine, world, *held) for name, held in HELD.items()} for engine in sys.argv[2:]}
-    give(world.all_gather_object(cells), world)
+    give(main, of_all=True)

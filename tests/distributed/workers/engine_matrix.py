@@ -1,11 +1,7 @@
 """Run by torchrun: trains in the asked cells of the engine matrix, and writes each one's relative error."""
 
-import json
-import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +12,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from distaccum import Accumulator, DataSpec, World
 from distaccum.accumulation.progress import Progress
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
-from distaccum.distributed import world as world_module
 from distaccum.engines.base import Engine
 from distaccum.train.ema import EMA
 from tests.support import engine_matrix, matrix
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.engine_matrix import BETAS, DECAY, EMA_DECAY, EPSILON, MICRO_SIZES, RATE, UPDATES, Cell
 from tests.support.matrix import GLOBAL_SIZE, SEED
 
@@ -156,7 +151,4 @@ def run(cells: list[Cell], world: World) -> list[float]:
 
 
 if __name__ == "__main__":
-    world_module.GROUP_TIMEOUT = timedelta(seconds=30)  # ranks that wait for each other fail
-    joined = World.join()  # and leave the group before the interpreter ends, or gloo's threads may abort it
-    answer = run([Cell(**values) for values in json.loads(Path(sys.argv[2]).read_text())], joined)
-    give(answer, joined)
+    give(lambda world: run([Cell(**values) for values in asked()], world), timeout_s=30)

@@ -7,10 +7,8 @@ The loss is linear in the weights, with small whole numbers and powers of two, s
 gradient: the reference knows gradients without a model.
 """
 
-import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from tests.distributed.workers.engine_matrix import allow_fp16, weights_of
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.engine_matrix import ENGINES
 
 RANKS, MICRO_SIZE, MICRO_STEPS, FEATURES, ROWS = 2, 2, 2, 4, 4  # all powers of two
@@ -170,17 +168,15 @@ def errors(cases: list[Case], world: World) -> list[float]:
     return worst.tolist()
 
 
-def main() -> None:
-    world = World.join()
+def main(world: World) -> Any:
     assert world.size == RANKS
     if sys.argv[2].endswith(".json"):
-        asked = json.loads(Path(sys.argv[2]).read_text())
-        return give(errors([Case(**one) for one in asked], world), world)
-    results = {engine: [trained(engine, case, world) for case in CASES] for engine in sys.argv[2:]}
-    return give(world.all_gather_object(results), world)
+        return errors([Case(**one) for one in asked()], world)
+    found = {engine: [trained(engine, case, world) for case in CASES] for engine in sys.argv[2:]}
+    return world.all_gather_object(found)
 
 
 if __name__ == "__main__":
     if any(engine.startswith("deepspeed") for engine in sys.argv[2:]):
         allow_fp16()
-    main()
+    give(main)

@@ -75,8 +75,7 @@ def stop_at_level_two(world: World) -> int:
     return acc.progress.step
 
 
-if __name__ == "__main__":
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(world.broadcast_str(folder))
         results: dict[str, Any] = {str(size): train(world, size, shared / str(size)) for size in (23, 2)}
@@ -84,4 +83,8 @@ if __name__ == "__main__":
             results[f"{number} workers"] = of_fixed_weights(world, number)
         results["level 2"] = stop_at_level_two(world)
         world.barrier()
-    give(results, world)
+    return results
+
+
+if __name__ == "__main__":
+    give(main)

@@ -41,8 +41,7 @@ def in_fp64() -> dict[str, float]:
     return found
 
 
-if __name__ == "__main__":
-    world = World.join()
+def main(world: World) -> dict[str, Any]:
     results: dict[str, Any] = {"fp64": in_fp64()}
     with tempfile.TemporaryDirectory() as folder:
         shared = Path(world.broadcast_str(folder))
@@ -53,4 +52,8 @@ if __name__ == "__main__":
                 evaluated(engine, shared / f"{name}-{workers}", max_steps=2, workers=workers) for workers in (0, 2)
             ]
         world.barrier()
-    give(results, world)
+    return results
+
+
+if __name__ == "__main__":
+    give(main)

@@ -6,12 +6,7 @@ It is asked a list of ``[fault, verify]``; the fault ``""`` is none. The answer 
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +16,10 @@ from torch.utils.data import default_collate
 
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import FSDP2Config
-from distaccum.distributed import world as world_module
 from distaccum.engines.modules import full_tensor
 from distaccum.errors import DistaccumError
 from tests.support.accumulators import over_sgd
-from tests.support.answers import give
+from tests.support.answers import asked, give
 
 FEATURES, HIDDEN, TARGETS = 4, 6, 3
 GLOBAL_SIZE, MICRO_SIZE, SAMPLES, RATE = 16, 2, 48, 0.05
@@ -395,14 +389,13 @@ def end_of(name: str, verify: bool, world: World) -> tuple[str, float]:
     return "", error_of(program)
 
 
-def main(runs: list[tuple[str, bool]], world: World) -> Iterator[dict[str, Any]]:
-    for name, verify in runs:
+def main(world: World) -> list[dict[str, Any]]:
+    found = []
+    for name, verify in asked():
         everyone = world.all_gather_object(end_of(name, verify, world))
-        yield {"said": [said for said, _ in everyone], "error": max(error for _, error in everyone)}
+        found.append({"said": [said for said, _ in everyone], "error": max(error for _, error in everyone)})
+    return found
 
 
 if __name__ == "__main__":
-    world_module.GROUP_TIMEOUT = timedelta(seconds=30)
-    joined = World.join()
-    answer = list(main([tuple(one) for one in json.loads(Path(sys.argv[2]).read_text())], joined))
-    give(answer, joined)
+    give(main, timeout_s=30)

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import DDPConfig, EngineConfig, FSDP2Config
 from distaccum.config.precision import PrecisionConfig
-from distaccum.distributed import world as world_module
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.engines.fsdp2.engine import FSDP2Engine
 from distaccum.engines.modules import to_local
@@ -500,12 +498,5 @@ def held(world: World) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    world_module.GROUP_TIMEOUT = timedelta(seconds=100)  # ranks that wait for each other fail before the test's limit
-    world = World.join()  # and leave the group before the interpreter ends, or gloo's threads may abort it
-    results = {name: PARTS[name](world) for name in sys.argv[2:]}
-    give(world.all_gather_object(results), world)
-
-
 if __name__ == "__main__":
-    main()
+    give(lambda world: {name: PARTS[name](world) for name in sys.argv[2:]}, timeout_s=100, of_all=True)

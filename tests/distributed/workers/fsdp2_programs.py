@@ -689,10 +689,10 @@ def refusals() -> Iterator[tuple[str, Any]]:
     yield "unmoved", unmoved
 
 
-def main() -> None:
+def main(_: World) -> dict[str, Any]:
     few = sys.argv[2] == "few"
     refused = dict(refusals())
-    found = {
+    return {
         "programs": dict(programs(few)),
         "copies": dict(copies()),
         "abandoned": dict(abandonments(few)),
@@ -702,10 +702,9 @@ def main() -> None:
         "unmoved": refused.pop("unmoved"),
         "refused": refused,
     }
-    give(WORLD.all_gather_object(found), WORLD)
 
 
 WORLD = World.join()
 
 if __name__ == "__main__":
-    main()
+    give(main, of_all=True)

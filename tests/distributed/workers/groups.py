@@ -125,9 +125,8 @@ def train(loader: Any, acc: Accumulator, windows: int) -> None:
                 break
 
 
-def main() -> None:
+def main(world: World) -> dict[str, Any]:
     engines = sys.argv[2:]
-    world = World.join()
     several = "deepspeed" not in engines
     found: dict[str, Any] = {"truth": truth(several)}
     digests: dict[str, Any] = {}
@@ -151,8 +150,8 @@ def main() -> None:
                 first, again = ({**one.model, **one.optimizer} for one in (digests[after], whole))
                 found[f"{after}, bits"] = all(torch.equal(first[name], again[name]) for name in first)
             acc.close()
-    give(found, world)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    give(main)

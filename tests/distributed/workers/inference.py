@@ -70,10 +70,10 @@ def left_alone(folder: Path) -> None:
         time.sleep(100)
 
 
-def main(*engines: str) -> None:
-    world, results = World.join(), dict[str, Any]()
+def main(world: World) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in engines:
+        for name in sys.argv[2:]:
             engine: dict[str, Any] = {"name": name.partition("-")[0]}
             engine |= {"stage": int(name[-1])} if name.startswith("deepspeed") else {}
             run, results[name] = Path(world.broadcast_str(folder)) / name, {}
@@ -88,8 +88,8 @@ def main(*engines: str) -> None:
                 best = one.load_best()
                 results[name][f"{best.name} of {steps}"] = away(one, best)
         world.barrier()
-    give(results, world)
+    return results
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:]) if sys.argv[2:] else left_alone(Path(sys.argv[1]))
+    give(main) if sys.argv[2:] else left_alone(Path(sys.argv[1]))

@@ -1,9 +1,6 @@
 """Run by torchrun: computes the gradients of the asked cells, and writes each one's relative error."""
 
-import json
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ from torch.utils.data import DataLoader
 from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum import functional as da
 from tests.support import matrix
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.matrix import GLOBAL_SIZE, SEED, Cell
 from tests.support.runs import settings
 
@@ -76,14 +73,17 @@ def gradients(cell: Cell, world: World) -> list[Tensor]:
     return found
 
 
-if __name__ == "__main__":
-    world = World.join()
+def main(world: World) -> list[float]:
     errors = []
-    for values in json.loads(Path(sys.argv[2]).read_text()):
+    for values in asked():
         cell = Cell(**values)
         assert cell.world == world.size
         found = gradients(cell, world)
         errors.append(matrix.error(found, matrix.truth(cell)))
     everyone = torch.tensor(errors)
     torch.distributed.all_reduce(everyone, op=torch.distributed.ReduceOp.MAX)  # every rank must hold the gradient
-    give(everyone.tolist(), world)
+    return everyone.tolist()
+
+
+if __name__ == "__main__":
+    give(main)

@@ -101,5 +101,4 @@ def cells(engine: str, world: World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    world = World.join()
-    give(world.all_gather_object({engine: cells(engine, world) for engine in sys.argv[2:]}), world)
+    give(lambda world: {engine: cells(engine, world) for engine in sys.argv[2:]}, of_all=True)

@@ -339,6 +339,4 @@ PARTS: dict[str, Callable[[World], Any]] = {
 }
 
 if __name__ == "__main__":
-    joined = World.join()
-    results = {name: PARTS[name](joined) for name in sys.argv[2:]}
-    give(joined.all_gather_object(results), joined)
+    give(lambda world: {name: PARTS[name](world) for name in sys.argv[2:]}, of_all=True)

@@ -1,9 +1,6 @@
 """Run on 1 or 2 ranks, ASKED: answers of a folder's chats, and samples drawn by weight: what windows counted."""
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from distaccum.data.counter import GlobalCounter
 from distaccum.data.datasets.labelled import prompts
 from distaccum.data.factory import as_loader
 from distaccum.losses.transformers import CausalLM
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.tokens import CHARACTERS
 
 
@@ -56,9 +53,12 @@ def drawn(world: World, weights: list[float], micro: int, *, epoch: int = 0, sta
     return found
 
 
-if __name__ == "__main__":
-    world, asked = World.join(), json.loads(Path(sys.argv[2]).read_text())
-    weights = asked["weights"]
+def main(world: World) -> dict[str, Any]:
+    folder, weights = asked()["folder"], asked()["weights"]
     whole = [drawn(world, weights, micro) for micro in (1, 3)]
     rest = [drawn(world, weights, 2, start=2), drawn(world, weights, 2, epoch=1, start=1)]
-    give({"chats": [chats(asked["folder"], micro) for micro in (1, 3)], "drawn": whole, "resumed": rest}, world)
+    return {"chats": [chats(folder, micro) for micro in (1, 3)], "drawn": whole, "resumed": rest}
+
+
+if __name__ == "__main__":
+    give(main)

@@ -1,8 +1,5 @@
 """Run by torchrun: trains on packed documents in cells ``[engine, positions, updates]``, and writes their errors."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ from distaccum import Accumulator, CrossEntropy, World
 from distaccum.config.batch import BatchConfig
 from distaccum.train.packing import check_model, pack
 from tests.distributed.workers.engine_matrix import weights_of
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.engine_matrix import ENGINES
 from tests.support.packing import WINDOW, descend, make_model, off, spec
 
@@ -53,6 +50,4 @@ def errors(engine: str, positions: str, updates: int, world: World) -> tuple[flo
 
 
 if __name__ == "__main__":
-    joined = World.join()
-    answers = [errors(*cell, joined) for cell in json.loads(Path(sys.argv[2]).read_text())]
-    give(answers, joined)
+    give(lambda world: [errors(*cell, world) for cell in asked()])

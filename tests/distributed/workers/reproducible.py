@@ -3,7 +3,6 @@
 import hashlib
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 from distaccum import Trainer, World
 from distaccum.config.schema import RunConfig
-from distaccum.distributed import world as world_module
 from distaccum.engines.modules import full_tensor
 from tests.support import reproducible
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.reproducible import Cell
 
 
@@ -41,9 +39,9 @@ def run(cell: Cell, folder: Path) -> dict[str, Any]:
     return {"records": records, "weights": weights, "all": everything, "skips": skips}
 
 
+def main(_: World) -> list[Any]:
+    return [run(Cell(**cell), Path(sys.argv[3]) / str(number)) for number, cell in enumerate(asked())]
+
+
 if __name__ == "__main__":
-    world_module.GROUP_TIMEOUT = timedelta(seconds=60)
-    joined = World.join()
-    given = [Cell(**values) for values in json.loads(Path(sys.argv[2]).read_text())]
-    answers = [run(cell, Path(sys.argv[3]) / str(number)) for number, cell in enumerate(given)]
-    give(answers, joined)
+    give(main, timeout_s=60)

@@ -229,12 +229,15 @@ def stopped(folder: Path, engine: Any, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    joined = World.join()
-    result, folder, engine, *names = sys.argv[1:]
+def main(_: World) -> dict[str, Any]:
+    folder, engine, *names = sys.argv[2:]
     found: dict[str, Any] = {}
     for name in names:
         kind, _, case = name.rpartition(": ")
         run = stopped if kind else compared
         found[name] = run(Path(folder) / name.replace(" ", "-"), json.loads(engine), CASES[case])
-    give(found, joined)
+    return found
+
+
+if __name__ == "__main__":
+    give(main)

@@ -98,8 +98,8 @@ def by_trainer(stream: Stream, world: World) -> list[dict[str, Any]]:
     return recorder.windows
 
 
-if __name__ == "__main__":
-    world, results = World.join(), dict[str, Any]()
+def main(world: World) -> dict[str, Any]:
+    results = {}
     for name, batches in BATCHES.items():
         stream = Stream(batches[world.rank], world.rank)
         results[name] = {
@@ -107,4 +107,8 @@ if __name__ == "__main__":
             "counted afterwards": by_accumulator(stream, world, counted=False),
             "trainer": by_trainer(stream, world),
         }
-    give(results, world)
+    return results
+
+
+if __name__ == "__main__":
+    give(main)

@@ -9,7 +9,6 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch.optim import SGD
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig, EngineConfig, FSDP2Config, engine_config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
-from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
 from tests.distributed.workers.engine_matrix import weights_of
 from tests.support import compared
+from tests.support.answers import asked, give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +89,17 @@ def run(cell: Cell, world: World) -> dict[str, Any]:
     return {"error": worst, "losses": losses, "weights": flat, "verified": acc.verified}
 
 
-def main() -> None:
-    path, asked = map(Path, sys.argv[1:])
-    world_module.GROUP_TIMEOUT = timedelta(seconds=40)
-    world, found = World.join(), []
-    for cell in json.loads(asked.read_text()):
+def main(world: World) -> list[float]:
+    found = []
+    for cell in asked():
         try:
             found.append(run(Cell(**cell), world))
         except DistaccumError as error:
             found.append({"error": math.inf, "refused": f"{type(error).__name__}: {error}"})
     if world.is_main:
-        path.write_text(json.dumps([each["error"] for each in found]))
-        path.with_name(f"{path.name}.details").write_text(json.dumps(found))
+        Path(f"{sys.argv[1]}.details").write_text(json.dumps(found))
+    return [each["error"] for each in found]
 
 
 if __name__ == "__main__":
-    main()
+    give(main, timeout_s=40)

@@ -160,18 +160,18 @@ def alone(engine: EngineConfig) -> str:
     return ""
 
 
-def main() -> None:
+def main(_: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if sys.argv[2:] == ["spoiled"]:
-        return give({name: spoiled(engine) for name, engine in ENGINES.items()}, WORLD)
+        return {name: spoiled(engine) for name, engine in ENGINES.items()}
     for name, engine in ENGINES.items():
         found[name] = {"resumed": resumed(engine), "buffers": buffers(engine), "counted": counted(engine)}
     found["boundary"]["alone"] = alone(ENGINES["boundary"])
     found["zero1"] = {"counted": counted(Zero1Config(find_unused_parameters=True))}
-    return give(found, WORLD)
+    return found
 
 
 WORLD = World.join()
 
 if __name__ == "__main__":
-    main()
+    give(main)

@@ -1,11 +1,7 @@
 """Run by torchrun: the asked runs, of which ``verify=first`` alone looks at the gradient; what each rank says."""
 
-import json
 import os
-import sys
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from distaccum import Accumulator, DataSpec, World
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
-from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
 from distaccum.verification import proof
 from tests.distributed.workers.engine_matrix import allow_fp16
-from tests.support.answers import give
+from tests.support.answers import asked, give
 from tests.support.engine_matrix import ENGINES
 
 FEATURES, MARK = 4, 256
@@ -272,12 +267,5 @@ def train(run: Run, world: World) -> str:
     return acc.verified
 
 
-def main(runs: list[Run], world: World) -> list[list[str]]:
-    return [world.all_gather_object(train(run, world)) for run in runs]
-
-
 if __name__ == "__main__":
-    world_module.GROUP_TIMEOUT = timedelta(seconds=30)
-    joined = World.join()
-    answer: Any = main([Run(**values) for values in json.loads(Path(sys.argv[2]).read_text())], joined)
-    give(answer, joined)
+    give(lambda world: [world.all_gather_object(train(Run(**one), world)) for one in asked()], timeout_s=30)

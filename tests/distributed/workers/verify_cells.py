@@ -1,22 +1,16 @@
 """Run by torchrun: the asked cells of oracle and engine matrix with their proofs, of every window of the latter."""
 
-import json
 import logging
-import sys
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import SGD, AdamW
 
 from distaccum import World
-from distaccum.distributed import world as world_module
 from distaccum.errors import DistaccumError
 from tests.distributed.workers import engine_matrix as engines
 from tests.distributed.workers import matrix as levels
 from tests.support import engine_matrix, matrix
-from tests.support.answers import give
+from tests.support.answers import asked, give
 
 LOG = logging.getLogger("distaccum.verification")
 WINDOWS = 4  # of an engine's cell
@@ -57,7 +51,8 @@ def of_engines(cell: engine_matrix.Cell, world: World) -> None:
     acc.close()
 
 
-def main(cells: list[dict[str, Any]], world: World) -> list[list[str]]:
+def main(world: World) -> list[list[str]]:
+    cells = asked()
     if any("engine" in cell and cell["engine"].startswith("deepspeed") for cell in cells):
         engines.allow_fp16()
     answer = []
@@ -78,8 +73,5 @@ def main(cells: list[dict[str, Any]], world: World) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    world_module.GROUP_TIMEOUT = timedelta(seconds=60)
     LOG.setLevel(logging.INFO)
-    joined = World.join()
-    found = main(json.loads(Path(sys.argv[2]).read_text()), joined)
-    give(found, joined)
+    give(main, timeout_s=60)

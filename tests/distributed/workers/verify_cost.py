@@ -45,9 +45,11 @@ def counts(world: World, verify: str, *, riding: bool, windows: int) -> dict[str
     return found | {"every": acc.replicas.every, "buckets": len(buckets)}
 
 
-if __name__ == "__main__":
-    joined = World.join()
+def main(world: World) -> dict[str, Any]:
     logging.getLogger("distaccum").setLevel(logging.ERROR)
-    every = counts(joined, "never", riding=True, windows=1)["every"]
-    answer = {mode: counts(joined, verify, riding=riding, windows=every) for mode, (verify, riding) in MODES.items()}
-    give(answer, joined)
+    every = counts(world, "never", riding=True, windows=1)["every"]
+    return {mode: counts(world, verify, riding=riding, windows=every) for mode, (verify, riding) in MODES.items()}
+
+
+if __name__ == "__main__":
+    give(main)
