@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from distaccum.config.precision import ALIASES
@@ -93,139 +94,8 @@ def _commands_of(page: str, section: str | None = None) -> Iterator[str]:
 COMMANDS = {command: page for page in reversed(PAGES) for command in _commands_of(page)}  # README's first
 
 # Commands that another test runs, or a longer or shorter one of their kind.
-THREE_LEVELS = "distributed/test_examples.py::test_three_levels_give_bitwise_the_same_weights"
-GRPO = "distributed/test_examples.py::test_the_policy_learns_alike_on_1_and_2_processes"
-OWN_SWEEP = "distributed/test_sweeps.py::test_hydras_own_sweep_runs_what_it_lists"
-OWN_EXPERIMENT = "distributed/test_sweeps.py::test_the_pages_experiment_by_its_commands"
-NANOGPT = "distributed/test_guides.py::test_nanogpt_from_a_text_to_a_sample"
-ELSEWHERE = {
-    "python launch/examples/loop.py": THREE_LEVELS,
-    "python launch/examples/accumulate.py": THREE_LEVELS,
-    "python launch/examples/trainer.py": THREE_LEVELS,
-    "python launch/examples/text_classifier.py launch/examples/reviews.csv": (
-        "distributed/test_examples.py::test_the_text_classifier_learns"
-    ),
-    "python launch/examples/keras_classifier.py": "distributed/test_examples.py::test_the_keras_classifier_learns",
-    "torchrun --standalone --nproc-per-node=2 launch/examples/keras_classifier.py": (
-        "distributed/test_examples.py::test_the_keras_classifier_learns"
-    ),
-    "torchrun --standalone --nproc-per-node=2 launch/examples/grpo.py": GRPO,
-    "python launch/examples/grpo.py": GRPO,
-    "python launch/examples/causal_lm.py": "distributed/test_examples.py::test_the_language_model_learns",
-    "python launch/examples/seq2seq.py launch/examples/dates.jsonl": (
-        "distributed/test_examples.py::test_the_encoder_decoder_learns"
-    ),
-    "distaccum train experiment=gpt2-124m-openwebtext data.path='shards/*.bin'": (
-        "unit/train/test_experiments.py::test_an_experiment_trains_shrunken"
-    ),
-    "torchrun --standalone --nproc-per-node=2 launch/train.py trainer.max_steps=20 profile.steps=[10,14]": (
-        "distributed/test_profiles.py::test_the_command_of_the_page"
-    ),
-    "python launch/train.py -m optim.lr=1e-3,3e-3,1e-2 seed=1,2": OWN_SWEEP,
-    "torchrun --standalone --nproc-per-node=2 -m distaccum.train -m optim.lr=1e-3,3e-3 seed=1,2": OWN_SWEEP,
-    "python launch/train.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 hydra.sweeper.n_jobs=1 "
-    "hydra.sweeper.max_failure_rate=1.0 'optim.lr=tag(log, interval(1e-4, 1e-1))' batch.global_size=16,32,64": (
-        "distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded"
-    ),
-    "python launch/train.py --config-dir my_runs experiment=small": OWN_EXPERIMENT,
-    "python launch/train.py 'hydra.searchpath=[file://my_runs]' experiment=small optim.lr=0.01": OWN_EXPERIMENT,
-    "python launch/train.py --config-dir my_runs -m experiment=small optim.lr=0.01,0.02": OWN_EXPERIMENT,
-    "cd launch/examples/nanogpt": NANOGPT,
-    "python prepare.py": NANOGPT,
-    "python -m distaccum.train --config-dir conf experiment=nanogpt-cpu hydra.run.dir=runs/nanogpt": NANOGPT,
-    "distaccum export runs/nanogpt/checkpoints/step-2000 weights.safetensors": NANOGPT,
-    'python sample.py weights.safetensors --start "The "': NANOGPT,
-    "torchrun --standalone --nproc-per-node=2 -m distaccum.train --config-dir conf experiment=nanogpt-cpu "
-    "batch.micro_size=6 hydra.run.dir=runs/two": NANOGPT,
-    "python -m tests.mutants.gradient": "distributed/test_mutants.py::test_",
-    "python -m tests.mutants.scaling": "distributed/test_mutants.py::test_",
-    "python -m mkdocs build --strict -f .mkdocs.yml": "test_site.py::test_the_site_is_built_without_a_warning",
-    "python -m launch.docs": "test_docs.py::test_what_a_program_makes_is_up_to_date",
-    "python -m launch.soak seed=1 minutes=20": "distributed/test_soak.py::test_a_minute_of_it",
-    "python -m tests.support.faults": "test_docs.py::test_the_table_of_faults_is_what_the_tests_say",
-    "distaccum report runs/NAME": "tools/report/test_report.py::test_the_command_writes_beside_the_run",
-    "distaccum report runs/first runs/second -o compared.html": (
-        "tools/report/test_report.py::test_the_command_writes_beside_the_run"
-    ),
-    "distaccum verify runs/NAME": "tools/test_verify.py::test_",
-    "distaccum compare runs/before runs/after": "tools/test_compare.py::test_the_command_of_the_page",
-    "distaccum doctor": "tools/doctor/test_command.py::test_everything_is_looked_at",
-    "distaccum doctor --json --only host,disk": "tools/doctor/test_command.py::test_json_and_the_table_of_the_parts",
-    "torchrun --standalone --nproc-per-node=2 -m distaccum doctor": (
-        "tools/test_doctor_command.py::test_the_command_of_the_page_as_torchrun_starts_it"
-    ),
-    "distaccum export runs/NAME weights.safetensors": "unit/train/test_best.py::test_the_best_weights",
-    "distaccum wandb-upload runs/NAME": "distributed/test_wandb.py::test_",
-    'eval "$(distaccum -sc install=bash)"': "unit/commands/test_main.py::test_bash_completes",
-    "distaccum train trainer.max_steps=0 init_from=runs/NAME/checkpoints/step-300": (
-        "distributed/test_evaluation.py::test_the_command_line_evaluates_weights_alone"
-    ),
-    "deepspeed --no_local_rank --num_gpus 2 launch/train.py engine=deepspeed": (
-        "distributed/test_groups.py::test_deepspeeds_own_launcher"
-    ),
-    "PROGRAM=own_loop.py sbatch --nodes=2 --gpus-per-node=8 --time=04:00:00 slurm/train.sbatch --lr 3e-4": (
-        "cluster/slurm/test_jobs.py::test_a_loop_of_ones_own_is_requeued_and_goes_on_bitwise"
-    ),
-    "python launch/train.py -m hydra/launcher=slurm hydra.launcher.gpus_per_node=8 batch.micro_size=4,8 seed=1,2": (
-        "cluster/slurm/test_submitit.py::test_a_sweep_is_a_slurm_job_each_and_one_that_is_stopped_goes_on"
-    ),
-    "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=$FIRST_NODE:29400 launch/train.py": (
-        "cluster/two_hosts/test_two_hosts.py::test_two_hosts_train_bitwise_as_one_does"
-    ),
-    "torchrun --standalone --nproc-per-node=2 -m distaccum audit launch/examples/handwritten_ddp.py "
-    "--loss distaccum:CrossEntropy": "tools/test_audit_command.py::test_the_command_of_the_page",
-    "python launch/bench": "distributed/test_bench.py::test_a_window_costs_what_a_hand_written_one_does",
-    "python launch/bench boundary=true": (
-        "distributed/test_bench.py::test_the_boundary_moves_half_the_bytes_of_the_textbook_sequence"
-    ),
-    "python launch/bench micro=true": (
-        "distributed/test_bench.py::test_the_rehearsed_micro_batch_is_put_beside_all_others"
-    ),
-    "python launch/bench loading=true": (
-        "distributed/test_bench.py::test_loading_is_measured_next_to_a_hand_written_loop"
-    ),
-    "torchrun --standalone --nproc-per-node=2 launch/bench reproducible=true": (
-        "distributed/test_reproducible.py::test_it_sends_and_holds_what_the_forecast_says"
-    ),
-    "torchrun --standalone --nproc-per-node=2 launch/bench exactness=true": (
-        "distributed/test_bench.py::test_gradients_of_other_frameworks"
-    ),
-    "torchrun --standalone --nproc-per-node=2 launch/bench engines=true": (
-        "distributed/test_engines_bench.py::test_a_rank_holds_what_the_theory_says"
-    ),
-    "python launch/bench saves=true": (
-        "distributed/test_bench.py::test_saves_are_compared_with_what_the_disk_and_memory_do"
-    ),
-    "python launch/bench gpu part=correct hydra.run.dir=runs/gpu": (
-        "unit/launch/test_gpu_bench.py::test_all_that_is_right_on_a_gpu_is_right_on_the_cpu"
-    ),
-    "python launch/bench gpu part=speed hydra.run.dir=runs/gpu": (
-        "unit/launch/test_gpu_speed.py::test_a_measurement_runs_in_small"
-    ),
-    "TORCHFT_PYTHON=/path/to/python python launch/bench elastic kills=12 quiet_s=12 'ways=[elastic,restart,torchft]'": (
-        "elastic/test_elastic_bench.py::test_a_kill_is_put_into_a_table_and_a_picture"
-    ),
-    "NPROC=4 bash launch/elastic.sh engine=fsdp2 numerics=reproducible trainer.max_steps=40": (
-        "elastic/test_elastic_run.py::test_three_of_four_ranks_of_a_sharded_model_are_killed_at_a_place"
-    ),
-    "NPROC=4 bash launch/elastic.sh numerics=reproducible trainer.max_steps=20": (
-        "elastic/test_elastic_run.py::test_three_of_four_ranks_are_killed_at_a_place"
-    ),
-    **dict.fromkeys(
-        (
-            f"bash launch/elastic.sh --nnodes=2 --node-rank={rank} --rdzv=node1:29400 trainer.max_steps=20"
-            for rank in (0, 1)
-        ),
-        "elastic/test_elastic_agent.py::test_two_nodes_of_which_one_is_lost_and_comes_back",
-    ),
-    "python launch/bench compare_engines": "distributed/test_engines_bench.py::test_two_tiny_runs_are_compared",
-    "python launch/bench network": (
-        "cluster/two_hosts/test_two_hosts.py::test_a_window_sends_the_gradient_once_and_half_of_it_in_16_bits"
-    ),
-    "python launch/bench network validate=true": (
-        "cluster/two_hosts/test_two_hosts.py::test_forecasts_are_within_a_fifth_of_what_is_measured"
-    ),
-}
+SHOWN_BY = yaml.safe_load((ROOT / "tests" / "shown_by.yaml").read_text())
+ELSEWHERE = {command: test for test, listed in SHOWN_BY["commands"].items() for command in listed}
 START = "distributed/test_guides.py::test_the_commands_of_the_start_print_what_the_page_says"
 RECIPES = "distributed/test_guides.py::test_a_recipe_ends_in_a_file_of_predictions"
 OWN = "distributed/test_guides.py::test_pieces_of_your_own_run_in_python_and_by_name"
@@ -293,7 +163,7 @@ DEVELOPMENT = [
 
 
 def test_every_command_of_the_pages_is_run_or_checked_by_a_test() -> None:
-    """A command that is added to a page needs a test: one of this file's kinds, or one named in ``ELSEWHERE``."""
+    """A command that is added to a page needs a test: one of this file's kinds, or one in ``shown_by.yaml``."""
     kinds = [ELSEWHERE, REPLAY, CHAIN, TRAINING, JOBS, PLAN, CONTAINERS, DEVELOPMENT]
     assert sorted(COMMANDS) == sorted(command for kind in kinds for command in kind)
 

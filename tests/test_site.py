@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 
 import distaccum
 from distaccum import functional
@@ -131,91 +132,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 FEATURES = (DOCS / "features.md").read_text()
 READ_FROM = {"accelerate": "v{}", "lightning": "{}", "transformers": "v{}", "deepspeed": "v{}"}
-SHOWN_BY = {
-    "the global batch is stated, the steps follow": (
-        "unit/data/test_batch_plan.py::test_the_plan_that_is_written_down",
-    ),
-    "sizes need not divide; a ragged last window is exact": (
-        "distributed/test_matrix.py::test_a_covering_set_of_cells",
-    ),
-    "divided once, by the tokens of all ranks": (
-        "distributed/test_matrix.py::test_every_factorization_gives_the_oracles_losses_and_norms",
-    ),
-    "several losses, each by its own count": (
-        "unit/train/test_trainer.py::test_several_losses_are_logged_and_evaluated_each_over_its_own_count",
-    ),
-    "a budget of tokens for an update": (
-        "unit/data/test_batch_plan.py::test_windows_are_as_full_as_the_budget_allows",
-    ),
-    "one reduction of gradients per update": (
-        "distributed/test_fsdp2.py::test_one_reduction_a_unit_and_window_or_micro_step",
-        "distributed/test_deepspeed.py::test_one_reduction_a_window",
-    ),
-    "the same windows on any number of ranks": ("distributed/test_resume.py::test_two_ranks_then_one_then_three",),
-    "dropout that does not depend on the ranks": (
-        "distributed/test_accumulator.py::test_dropout_does_not_depend_on_the_world",
-    ),
-    "the same bits on any number of ranks": (
-        "distributed/test_reproducible.py::test_a_covering_set_is_the_same_on_1_and_3_ranks",
-    ),
-    "losses that compare the samples of a batch, over the global batch": (
-        "unit/accumulation/test_two_pass.py::test_the_gradient_is_that_of_the_whole_window",
-    ),
-    "a run proves its gradient": ("distributed/test_verification.py::test_a_mutant_is_caught_at_run_time",),
-    "any loop's gradient is audited": ("tools/test_audit_command.py::test_a_fault_is_named",),
-    "a gradient that is not finite steps nowhere": (
-        "distributed/test_nonfinite.py::test_the_same_windows_are_skipped_at_the_same_scales",
-    ),
-    "a spike is skipped, or rolled back": (
-        "distributed/test_spikes.py::test_a_rollback_leaves_out_what_led_to_the_spike",
-    ),
-    "data parallel": ("distributed/test_matrix.py::test_a_covering_set_of_cells",),
-    "offload": ("unit/engines/test_deepspeed_config.py::test_offloads",),
-    "every file is verified before it is loaded": (
-        "unit/checkpoint/test_damage.py::test_a_flipped_bit_anywhere_is_found",
-    ),
-    "whole, or not there": ("unit/checkpoint/test_damage.py::test_a_damaged_file_costs_its_checkpoint_alone",),
-    "written while training goes on": (
-        "unit/train/test_background_save.py::test_a_checkpoint_holds_its_own_step_however_late_it_is_written",
-    ),
-    "goes on within an epoch": (
-        "distributed/test_preemption.py::test_preempted_at_random_moments_is_bitwise_uninterrupted",
-    ),
-    "goes on with another engine or number of ranks": (
-        "distributed/test_interchange.py::test_engines_and_two_world_sizes_go_on_from_each_other",
-    ),
-    "the best one is kept": ("unit/train/test_best.py::test_the_best_one_is_kept_beside_the_newest",),
-    "told to leave, it saves": (
-        "distributed/test_preemption.py::test_preempted_at_random_moments_is_bitwise_uninterrupted",
-    ),
-    "Slurm requeues it": ("cluster/slurm/test_jobs.py::test_preempted_by_another_job_it_goes_on_bitwise",),
-    "a rank that hangs": ("distributed/test_phases.py::test_a_rank_that_stops_is_named_with_its_phase",),
-    "memory is known before the start": ("tools/plan/test_activations.py::test_a_micro_step_takes_what_was_forecast",),
-    "a batch that fits is found": ("distributed/test_rehearsal.py::test_it_is_bitwise_the_run_with_that_size_stated",),
-    "memory that runs out within a step": (
-        "distributed/test_out_of_memory.py::test_a_window_stays_the_same_wherever_memory_runs_out_in_it",
-        "distributed/test_less_memory.py::test_a_sharded_run_goes_on_with_less",
-    ),
-    "trackers": ("distributed/test_trackers.py::test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once",),
-    "texts of a language model at evaluations": (
-        "tools/test_texts.py::test_the_same_weights_give_the_same_texts_on_any_number_of_ranks",
-    ),
-    "profiler": ("distributed/test_profiles.py::test_each_engine_is_profiled_and_trains_the_same",),
-    "a page of a run's curves, without a server": (
-        "tools/report/test_browser.py::test_the_browser_draws_every_number_and_the_switches_switch",
-    ),
-    "the machine is looked at": ("tools/test_doctor_command.py::test_two_ranks_are_measured_and_nothing_is_left",),
-    "callbacks": ("unit/train/test_trainer.py::test_callbacks_are_called_in_order",),
-    "an average of the weights, of applied updates": (
-        "unit/train/test_ema.py::test_it_moves_with_applied_updates_alone",
-    ),
-    "search of settings": ("distributed/test_sweeps.py::test_optuna_finds_the_best_of_what_the_runs_recorded",),
-    "models that come along": ("unit/train/test_experiments.py::test_an_experiment_is_a_whole_run_that_plans",),
-    "Keras models": ("tools/test_keras.py::test_the_weights_are_those_of_kerass_own_mean_over_the_whole_batch",),
-    "fine-tuning with adapters or quantized weights": (
-        "distributed/test_lora.py::test_a_covering_set_is_exact_and_reduces_adapters_alone",
-    ),
-}
+SHOWN_BY = yaml.safe_load((ROOT / "tests" / "shown_by.yaml").read_text())["features"]
 
 
 def test_every_feature_that_distaccum_has_is_shown_by_tests_that_there_are() -> None:
