@@ -5,9 +5,9 @@
     python tests/support/replay.py record FOLDER [--tree CHECKOUT] [--only NAME ...]
     python tests/support/replay.py compare FOLDER OTHER
 
-``record`` runs every command of ``replay.yaml`` with the code of ``CHECKOUT`` (this one by default). ``compare`` holds each
-run's ``metrics.jsonl`` (all keys but times, rates and memory), ``plan.json`` and the tensors of its last checkpoint to
-the other record's. Records of two machines, or of two releases of torch, differ in their last bits: record both here.
+``record`` runs every command of ``replay.yaml`` with the code of ``CHECKOUT`` (by default this one). ``compare`` holds
+each run's ``metrics.jsonl`` (all keys but times, rates, memory), ``plan.json`` and the tensors of its last checkpoint
+to the other record's. Records of two machines, or of two releases of torch, differ in their last bits: make both here.
 """
 
 import argparse
