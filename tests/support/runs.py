@@ -1,12 +1,25 @@
 """Settings of the small runs that many tests train: at a constant rate, with nothing saved, shown or sent unasked."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from distaccum.accumulation.step import Outcome
 from distaccum.config.schema import RunConfig
+from distaccum.train.callbacks import Callback, Run
 
 CONSTANT = {"_target_": "distaccum.train.schedules.Constant"}
 NOTHING: Mapping[str, Any] = {}
+
+
+class At(Callback):
+    """Does something after the update of a number."""
+
+    def __init__(self, step: int, act: Callable[[Run], object]) -> None:
+        self._step, self._act = step, act
+
+    def on_update(self, run: Run, outcome: Outcome) -> None:
+        if run.progress.step == self._step:
+            self._act(run)
 
 
 def settings(

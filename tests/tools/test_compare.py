@@ -18,8 +18,8 @@ from distaccum.tools.compare import command
 from distaccum.tools.compare.difference import compare_checkpoints, compare_windows, same
 from distaccum.tools.compare.tensors import differing
 from distaccum.tools.export import save_whole
-from distaccum.train.callbacks import Callback
 from tests.support.commands import QUIET, ROOT, TINY, run, succeed
+from tests.support.runs import At
 
 Said = tuple[int, str, str]
 Compare = Callable[..., Said]
@@ -302,18 +302,6 @@ class Planted(CrossEntropy):
         return total + (1e-6 if self.window == self.at else 0.0)
 
 
-class Nudge(Callback):
-    """Changes a weight by hand after an update."""
-
-    def __init__(self, model: nn.Module, step: int) -> None:
-        self.weight, self.step = model.get_parameter("2.weight"), step
-
-    def on_update(self, run: Any, outcome: Any) -> None:
-        if run.progress.step == self.step:
-            with torch.no_grad():
-                self.weight[0, 0] += 1e-3
-
-
 def _samples(changed: int | None = None) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     samples = [(torch.randn(4, generator=generator), torch.tensor(i % 3)) for i in range(16)]
@@ -390,16 +378,18 @@ def test_a_run_and_its_repetition_and_what_was_changed_in_it(tmp_path: Path, sai
     assert lines[1] == "  learning rate    0.05 in A, 0.06 in B"
     assert "  settings         optim.lr: 0.05 in A, 0.06 in B" in lines
 
-    model = _model()
-    lines = differs("weights", model=model, callbacks=[Nudge(model, 10)])
+    @torch.no_grad()
+    def nudge(run: Any) -> None:
+        run.model[2].weight[0, 0] += 1e-3
+
+    lines = differs("weights", callbacks=[At(10, nudge)])
     assert lines[:2] == [
         "the checkpoint of step 10 is the first that differs; every window that was compared up to 10 is the same",
         "  weights          2.weight",
     ]
     assert lines[-1].endswith("the optimizer's step, or a change of the weights by hand")
 
-    model = _model()
-    lines = differs("between", model=model, callbacks=[Nudge(model, 6)])
+    lines = differs("between", callbacks=[At(6, nudge)])
     assert lines[0].startswith("the checkpoint of step 6 is the first that differs")
     assert "window 7 (epoch 1, update 7) is the first that differs" in lines
     first = compare_checkpoints(base, tmp_path / "between")  # of three that differ

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from distaccum import Callback, CrossEntropy, DataSpec, RunConfig, Trainer
-from distaccum.accumulation.step import Outcome
+from distaccum import CrossEntropy, DataSpec, RunConfig, Trainer
 from distaccum.distributed.activity import Activity, Phase
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.tools.profiling import ROWS, HostClock, PhaseTable, Timeline
-from distaccum.train.callbacks import Run
-from tests.support.runs import settings
+from tests.support.runs import At, settings
 
 PAUSE_S = 0.01
 
@@ -89,32 +87,6 @@ class Plain(nn.Module):
         return out
 
 
-class Forgets(Callback):
-    """Forgets what slept in the first window and before it."""
-
-    def __init__(self, slept: Slept) -> None:
-        self._slept = slept
-
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == 1:
-            self._slept.seconds.clear()
-
-
-class Stops(Callback):
-    def __init__(self, at: int) -> None:
-        self._at = at
-
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == self._at:
-            run.stop("enough")
-
-
-class Breaks(Callback):
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == 4:
-            raise OSError("broken on purpose")
-
-
 def _config(profile: Mapping[str, Any], **trainer: Any) -> RunConfig:
     trainer = {"max_steps": 8, "log_every": 1, "eval_every": 0, "verify": "never", **trainer}
     return settings((8, 4), trainer, save=4, profile=dict(profile))
@@ -153,7 +125,7 @@ def test_each_row_holds_what_slept_there_and_all_rows_the_wall_time(gloo_world: 
     data = DataSpec(train=Samples(slept), description="")  # type: ignore[arg-type]
     optimizer = SlowSGD(slept, model.parameters())
     config = _config({"steps": [2, 4], "trace": False}, max_steps=4)
-    callbacks = [Forgets(slept)]
+    callbacks = [At(1, lambda run: slept.seconds.clear())]  # what slept in the first window and before it
     began = perf_counter()
     Trainer(
         model, CrossEntropy(), data, config=config, optimizer=optimizer, callbacks=callbacks, run_dir=tmp_path
@@ -247,19 +219,19 @@ def test_nothing_of_it_is_called_where_it_is_off(gloo_world: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("callback", "windows", "says"),
+    ("at", "windows", "says"),
     [
-        (Stops(4), [3, 4], "the run has ended after window 4, and the profile ends there"),
-        (Stops(1), None, "the run has ended after window 1, and nothing is profiled"),
-        (Breaks(), None, "the run has ended there, without a profile"),
+        (4, [3, 4], "the run has ended after window 4, and the profile ends there"),
+        (1, None, "the run has ended after window 1, and nothing is profiled"),
+        (5, None, "the run has ended there, without a profile"),
     ],
 )
 def test_a_run_that_ends_inside_leaves_whole_files_or_none(
-    tmp_path: Path, callback: Callback, windows: list[int] | None, says: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, at: int, windows: list[int] | None, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    breaks = pytest.raises(OSError, match="broken on purpose") if isinstance(callback, Breaks) else nullcontext()
-    with breaks:
-        _plain(tmp_path, {"steps": [3, 7]}, callbacks=[callback])
+    breaks = at == 5
+    with pytest.raises(ZeroDivisionError) if breaks else nullcontext():
+        _plain(tmp_path, {"steps": [3, 7]}, callbacks=[At(at, lambda run: 1 / 0 if breaks else run.stop("enough"))])
     assert says in caplog.text
     assert _files(tmp_path) == ([] if windows is None else WHOLE)
     if windows is not None:

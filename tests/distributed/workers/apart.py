@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator, Callback, DataSpec, Trainer, World
+from distaccum import Accumulator, DataSpec, Trainer, World
 from distaccum.errors import DistaccumError
 from tests.support.accumulators import Of
 from tests.support.answers import give
-from tests.support.runs import settings
+from tests.support.runs import At, settings
 
 SAMPLES, GLOBAL_SIZE, MICRO_SIZE = 21, 8, 2  # the last window: two micro-batches on rank 0, one or two on rank 1
 
@@ -250,26 +250,16 @@ def critic(world: World, *, zeroing: bool) -> float:
     return error(model)
 
 
-class Editor(Callback):
-    """Edits a weight of rank 1 after the last update."""
-
-    def __init__(self, model: Net, rank: int) -> None:
-        self._model, self._rank = model, rank
-
-    def on_update(self, run: Any, outcome: Any) -> None:
-        if self._rank == 1 and run.progress.step == 3:
-            self._model.head.bias.data.add_(1.0)
-
-
 def run(world: World) -> None:
     model = make()
     config = settings((GLOBAL_SIZE, MICRO_SIZE), {"max_steps": 3}, optim={"clip_norm": None}, schedule={})
+    edit = At(3, lambda _: world.is_main or model.head.bias.data.add_(1.0))  # after the last update
     trainer = Trainer(
         model,
         Of(squares),
         plain(),
         optimizer=SGD(model.parameters(), lr=0.05),
-        callbacks=[Editor(model, world.rank)],
+        callbacks=[edit],
         run_dir=Path(sys.argv[1]).parent / "run",
         config=config,
     )

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from distaccum import CheckpointConfig, MetricsConfig, RunConfig, TrainerConfig, WandbConfig
-from distaccum.accumulation.step import Outcome
 from distaccum.distributed.world import World
 from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.models.cnn import CNN
-from distaccum.train.callbacks import Callback, Run
 from distaccum.train.run_dir import RunDir
 from distaccum.train.trainer import Trainer
+from tests.support.runs import At
 
 
 class Noisy:
@@ -36,15 +35,6 @@ class Noisy:
             os.kill(os.getpid(), signal.SIGUSR1)
         noise = torch.randn(1, 8, 8) + float(np.random.rand()) + random.random()  # noqa: NPY002, S311
         return noise, index % 3
-
-
-class PreemptsAt(Callback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == self._step:
-            os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _losses(
@@ -69,7 +59,7 @@ def _losses(
         resume=resume,
         config=config,
         run_dir=folder,
-        callbacks=[PreemptsAt(preempted_at)] if preempted_at else [],
+        callbacks=[At(preempted_at, lambda run: os.kill(os.getpid(), signal.SIGUSR1))] if preempted_at else [],
     )
     trainer.fit()
     assert trainer.preempted == (asks or preempted_at is not None)

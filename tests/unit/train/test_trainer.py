@@ -24,7 +24,7 @@ from distaccum.losses.cross_entropy import CrossEntropy
 from distaccum.train.callbacks import Callback, EarlyStopping, ReduceLROnPlateau, Run, named, restore, states
 from tests.support.commands import metrics
 from tests.support.optional import Library
-from tests.support.runs import settings
+from tests.support.runs import At, settings
 
 datasets, torchmetrics = Library("datasets"), Library("torchmetrics")
 classification = Library("torchmetrics.classification")
@@ -182,16 +182,11 @@ def test_state_goes_to_the_callback_of_its_metric_and_mode() -> None:
     assert phased.mode == "cold"
 
 
-class StopsAtFive(Callback):
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == 5:
-            run.stop("five are enough")
-
-
 def test_a_callback_that_stops_between_evaluations_ends_before_the_next_window(
     gloo_world: World, tmp_path: Path
 ) -> None:
-    Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), callbacks=[StopsAtFive()], run_dir=tmp_path).fit()
+    stops = At(5, lambda run: run.stop("five are enough"))
+    Trainer(_model(), CrossEntropy(), SOURCE, config=_config(), callbacks=[stops], run_dir=tmp_path).fit()
     assert json.loads((tmp_path / "status.json").read_text())["step"] == 5
 
 
@@ -476,22 +471,11 @@ def test_a_checkpoint_to_resume_may_be_a_path(gloo_world: World, tmp_path: Path)
     assert state["config"]["resume"] == str(first)
 
 
-class LeavesAfter(Callback):
-    """Preempts the run after an update."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_update(self, run: Run, outcome: Outcome) -> None:
-        if run.progress.step == self.step:
-            run.preempt("as a signal does")
-
-
 @pytest.mark.usefixtures("gloo_world")
 def test_no_records_are_called_lost_that_the_run_never_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fit(folder: str, log_every: int, last: int, **keywords: Any) -> None:
         config = _config(log_every=log_every, eval_every=0, max_steps=100)
-        callbacks = [LeavesAfter(last)]
+        callbacks = [At(last, lambda run: run.preempt("as a signal does"))]
         keywords |= {"run_dir": tmp_path / folder, "config": config, "callbacks": callbacks}
         Trainer(_model(), CrossEntropy(), SOURCE, **keywords).fit()
 
