@@ -3,7 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from distaccum.tools.settings import settings
 from launch.docs import json_schema
 from launch.docs.pictures import IMAGES, PICTURES
 from launch.docs.settings import with_tables
+from tests.support import faults
 from tests.support.commands import ROOT, TRAIN, captured, metrics, status, succeed
 
 AT_THE_TOP = ("README.md", "AGENTS.md", "CONTRIBUTING.md")
@@ -388,12 +388,12 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.slow
-def test_the_table_of_faults_is_what_the_tests_say() -> None:
-    made = subprocess.run(
-        [sys.executable, "-m", "tests.support.faults", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, f"run python -m tests.support.faults\n{made.stdout[-1000:]}"
+def test_each_fault_of_the_tables_is_injected_by_a_test_that_names_it() -> None:
+    files = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {
+        faults.row_of(ast.literal_eval(words)) for words in re.findall(r'mark\.fault\(\s*("(?:[^"\\]|\\.)+")', files)
+    }
+    assert named == faults.rows().keys()
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])

@@ -21,12 +21,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.fault(
-    "an exception on one rank",
-    group="processes",
-    does="`failed`, exit code 1; the other ranks end, and say nothing of their own",
-    says="the run failed: rank 1: OSError: the disk of rank 1 is gone",
-)
+@pytest.mark.fault("an exception on one rank")
 @pytest.mark.parametrize(
     "attempt",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(number, marks=pytest.mark.heavy) for number in (1, 2))],
@@ -83,13 +78,7 @@ def test_hydras_own_switch_for_tracebacks_hides_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a Slurm job that fails at one step each time that it is requeued",
-    group="processes",
-    does="the fourth start in a row is refused with exit code 2, and the run stays `failed`",
-    says="3 starts in a row have failed, none after step 6, the last one so: rank 0: ResourceError: out of memory in "
-    "loading data of window 7 (step 6)",
-)
+@pytest.mark.fault("a Slurm job that fails at one step each time that it is requeued")
 def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[str], None]) -> None:
     data = ("data._target_=tests.support.faulty_datasets.GoesWrong", "+data.how=memory", "+data.rank=0")
     arguments = [*SETTINGS, *data, "resume=auto", f"hydra.run.dir={tmp_path}"]
@@ -104,12 +93,7 @@ def test_a_job_that_is_requeued_again_and_again(tmp_path: Path, says: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2", "deepspeed"])
-@pytest.mark.fault(
-    "an exception of one rank between two windows, as in a callback, on any engine",
-    group="processes",
-    does="`failed`, exit code 1, at once; giving up an engine waits for nobody",
-    says="the run failed: rank 0: OSError: the file of rank 0 is gone",
-)
+@pytest.mark.fault("an exception of one rank between two windows, as in a callback, on any engine")
 def test_an_error_of_one_rank_between_two_windows(tmp_path: Path, engine: str, says: Callable[[str], None]) -> None:
     """zero1 gathered its optimizer's state on the way out, which the other rank's count answered."""
     finished = run(

@@ -74,12 +74,7 @@ def _said(run: Run) -> str:
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "a loading process is stopped",
-    group="processes",
-    does="ends within `trainer.hang_timeout`, `failed`; stacks of all ranks in `hang/rank-N.txt`",
-    says="rank 1 stands still in loading data of window ... is stopped (SIGSTOP, or Ctrl-Z))",
-)
+@pytest.mark.fault("a loading process is stopped")
 def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, says: Callable[[str], None]) -> None:
     run = Run(tmp_path / "run", *SETTINGS, "+data.how=stop", "trainer.num_workers=1", "trainer.hang_timeout=3s")
     run.await_records(4)
@@ -92,12 +87,7 @@ def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, say
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "SIGTERM while a rank is stopped",
-    group="signals",
-    does="`failed` within the 30 s that torchrun gives, in any phase, whatever `trainer.hang_timeout` is",
-    says="rank 1 (process ... on ...) is stopped (SIGSTOP, or Ctrl-Z); ... after SIGTERM",
-)
+@pytest.mark.fault("SIGTERM while a rank is stopped")
 def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:
@@ -128,11 +118,7 @@ def test_a_pause_that_is_no_hang_ends_nothing(tmp_path: Path, setting: str) -> N
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "a rank hangs, and torchrun may restart (`--max-restarts`)",
-    group="processes",
-    does="ends, starts again and goes on from the last checkpoint",
-)
+@pytest.mark.fault("a rank hangs, and torchrun may restart (`--max-restarts`)")
 def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += [str(ROOT / "launch" / "train.py"), *SETTINGS, "+data.how=stop"]
@@ -143,14 +129,7 @@ def test_torchrun_restarts_a_run_that_hangs(tmp_path: Path) -> None:
     assert status(tmp_path / "run") == {"state": "done", "step": 20, "reason": ""}
 
 
-@pytest.mark.fault(
-    "three starts in a row fail without progress, by torchrun's restarts, Slurm's requeues or an array",
-    group="processes",
-    does="refuses a further automatic start; one by hand is not refused",
-    says="3 starts in a row have failed, none after step ..., the last one so: rank 1 ... while training "
-    "(process ... on ...). Mend that: resume from an older checkpoint if the data or weights of that step are the "
-    "cause, lower batch.micro_size if memory is",
-)
+@pytest.mark.fault("three starts in a row fail without progress, by torchrun's restarts, Slurm's requeues or an array")
 @pytest.mark.heavy
 def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
     tmp_path: Path, says: Callable[[str], None]
@@ -175,12 +154,7 @@ def test_a_run_that_fails_again_and_again_at_one_step_is_not_started_for_ever(
         assert status(tmp_path / "run")["reason"].startswith("rank 1 ")
 
 
-@pytest.mark.fault(
-    "a rank that is 1.5 times as slow as the median",
-    group="processes",
-    does="trains on, with one warning; `slowest_rank` and `slowest_over_median` among the metrics",
-    says="rank 1 is slow: ... a step for loading data",
-)
+@pytest.mark.fault("a rank that is 1.5 times as slow as the median")
 def test_a_slow_rank_is_told_and_does_not_end_the_run(tmp_path: Path, says: Callable[[str], None]) -> None:
     folder = f"hydra.run.dir={tmp_path / 'run'}"
     slow = ("+data.how=slow", f"trainer.max_steps={WINDOWS + 10}")

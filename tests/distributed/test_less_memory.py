@@ -49,12 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "out of memory in a micro-step of fsdp2, or of DeepSpeed",
-    group="processes",
-    does="begins again at its checkpoint by itself, with such micro-batches in parts; its losses stay the same",
-    says="distaccum: going on from step ...: micro-batches from 8 x 16 on are run in parts, and the gradient stays ...",
-)
+@pytest.mark.fault("out of memory in a micro-step of fsdp2, or of DeepSpeed")
 @pytest.mark.parametrize("engine", SHARDED, ids=" ".join)
 def test_a_sharded_run_goes_on_with_less(
     engine: tuple[str, ...], undisturbed: list[dict[str, Any]], says: Callable[[str], None], tmp_path: Path

@@ -38,18 +38,7 @@ def test_a_mistake_is_found_before_torchrun_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "the variables of an earlier launcher are left in the shell, or four of them are in a pod of Kubeflow",
-    group="settings",
-    does="`launch/train.sh` leaves them out; `launch/train.py` names them and the address while it waits; a pod is "
-    "refused with the right command; a port that is taken: exit code 2",
-    says=(
-        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT of the environment are left out",
-        "LOCAL_RANK: not set, ... In a pod of Kubeflow, RANK and WORLD_SIZE count pods: start `torchrun",
-        "RANK=0, WORLD_SIZE=2, LOCAL_RANK=0 of the environment: waits for the 2 ranks at localhost:...",
-        "MASTER_PORT=...: another process listens there",
-    ),
-)
+@pytest.mark.fault("the variables of an earlier launcher are left in the shell, or four of them")
 def test_variables_that_are_left_over_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:

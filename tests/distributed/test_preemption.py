@@ -94,12 +94,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     return _exact(run_dir)
 
 
-@pytest.mark.fault(
-    "SIGTERM or SIGUSR1 to one rank alone, once or twice, at any moment in any phase from building the model on",
-    group="signals",
-    does="all ranks end their window, save and leave, `preempted`; resumed it is bitwise as if it had not been",
-    says="preempted (...): ... of 32 steps",
-)
+@pytest.mark.fault("SIGTERM or SIGUSR1 to one rank alone, once or twice, at any moment in any")
 @pytest.mark.heavy
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.heavy)])
 def test_preempted_at_random_moments_is_bitwise_uninterrupted(
@@ -136,11 +131,7 @@ def test_preempted_on_other_worlds_sees_the_same_samples_and_losses(tmp_path: Pa
     assert [record["loss"] for record in ours] == pytest.approx([record["loss"] for record in theirs], rel=wide.AGREES)
 
 
-@pytest.mark.fault(
-    "kill -9, SIGTERM or SIGUSR1 of torchrun",
-    group="signals",
-    does="the ranks save and leave, `preempted`; no process is left, of theirs, their loaders' or W&B's",
-)
+@pytest.mark.fault("kill -9, SIGTERM or SIGUSR1 of torchrun")
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
@@ -175,12 +166,7 @@ def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "`trainer.max_time` is about to be over",
-    group="signals",
-    does="saves and leaves in time, `preempted`",
-    says="preempted (trainer.max_time is about to be over): ... steps; saved in ...",
-)
+@pytest.mark.fault("`trainer.max_time` is about to be over")
 def test_a_run_ends_before_its_time_is_over(tmp_path: Path, says: Callable[[str], None]) -> None:
     began = time.monotonic()
     says(succeed(*ENDLESS, "trainer.max_time=4s", f"hydra.run.dir={tmp_path}").stdout)

@@ -84,16 +84,7 @@ def _is_gone(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "all checkpoints damaged, or `checkpoints/` gone, with `resume=auto`",
-    group="checkpoints",
-    does="exit code 2, nothing changed",
-    says=(
-        "resume=auto: ... has no checkpoint to resume from: ",
-        "the run was saved at step 9. Nothing is changed. Restore the folder checkpoints",
-        "resume=never and a new hydra.run.dir",
-    ),
-)
+@pytest.mark.fault("all checkpoints damaged, or `checkpoints/` gone, with `resume=auto`")
 def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:
@@ -116,12 +107,7 @@ def test_a_run_whose_checkpoints_are_lost_does_not_begin_anew_in_silence(
     assert "the folder checkpoints is empty or gone" in gone.stderr
 
 
-@pytest.mark.fault(
-    "`sys.exit(0)` in a user's function",
-    group="processes",
-    does="`failed`, exit code 1",
-    says="the run failed: rank 0: the program called sys.exit(0) in the middle of the run",
-)
+@pytest.mark.fault("`sys.exit(0)` in a user's function")
 def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callable[[str], None]) -> None:
     finished = _run(tmp_path, HOW="exit")
     assert finished.returncode == 1
@@ -141,12 +127,7 @@ def test_sys_exit_in_a_users_function_is_a_failure(tmp_path: Path, says: Callabl
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a token or password among the settings",
-    group="settings",
-    does="is used, and written nowhere: not in checkpoints, `.hydra/`, logs, status or W&B's files",
-    says="<redacted>",
-)
+@pytest.mark.fault("a token or password among the settings")
 def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     secrets = ("canary-of-a-key", "hf_canaryABCDEFGHIJKLMNOP", "canary-of-the-environment")
     keys = ("api_key", "login", "where")
@@ -166,12 +147,7 @@ def test_no_file_of_a_run_has_a_secret_in_it(tmp_path: Path, says: Callable[[str
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a run that died before its first checkpoint, with `resume=auto`",
-    group="checkpoints",
-    does="begins again at zero; its records go to `metrics.superseded.jsonl`",
-    says="begins again at zero: the attempt of ... saved no checkpoint",
-)
+@pytest.mark.fault("a run that died before its first checkpoint, with `resume=auto`")
 def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path, says: Callable[[str], None]) -> None:
     assert _run(tmp_path, "checkpoint.every=100", "resume=auto", HOW="exit").returncode == 1
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -185,13 +161,7 @@ def test_what_did_not_reach_a_checkpoint_begins_again_and_says_so(tmp_path: Path
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 10))
 
 
-@pytest.mark.fault(
-    "kill -9 of a rank, or `os._exit` in it",
-    group="processes",
-    does="`failed`, with the rank, its signal or exit code and what it was doing; the other ranks end; at most 25 "
-    "lines on the screen, tracebacks in `logs/rank-N.log`",
-    says="distaccum: the run failed: rank ... (process ... on ...)",
-)
+@pytest.mark.fault("kill -9 of a rank, or `os._exit` in it")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "rank"),
@@ -241,12 +211,7 @@ def test_a_launcher_says_how_a_rank_ended_that_no_other_rank_saw_ending(tmp_path
     assert f"the run failed: {reason}" in told
 
 
-@pytest.mark.fault(
-    "kill -9 of all ranks at once",
-    group="processes",
-    does="`failed`, written by `launch/train.sh`; at most 25 lines",
-    says="distaccum: the run failed: rank ... was killed by SIGKILL",
-)
+@pytest.mark.fault("kill -9 of all ranks at once")
 @pytest.mark.heavy
 def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = _start(tmp_path, "trainer.max_steps=100000")
@@ -264,12 +229,7 @@ def test_ranks_that_all_die_at_once_leave_their_launcher_to_say_it(tmp_path: Pat
     assert len(told.splitlines()) <= ON_A_SCREEN
 
 
-@pytest.mark.fault(
-    "a rank fails after all agreed to run, before the process group",
-    group="processes",
-    does="`failed`; the other ranks learn of it, and leave at once",
-    says="rank 0: FileExistsError",
-)
+@pytest.mark.fault("a rank fails after all agreed to run, before the process group")
 @pytest.mark.heavy
 def test_a_rank_does_not_wait_for_one_that_failed_before_the_group(tmp_path: Path, says: Callable[[str], None]) -> None:
     (tmp_path / ".hydra").touch()  # no folder, so that rank 0 cannot keep its settings there
@@ -313,12 +273,7 @@ def _watches(pid: int, other: int) -> bool:
     return any(f"Pid:\t{other}\n" in info for info in found)
 
 
-@pytest.mark.fault(
-    "kill -9 of a rank before it has begun",
-    group="processes",
-    does="exit code 1; the run directory is as it was",
-    says="the run did not begin: rank 1 was killed by SIGKILL (process ...). Start it again",
-)
+@pytest.mark.fault("kill -9 of a rank before it has begun")
 @pytest.mark.slow
 def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Callable[[str], None]) -> None:
     process = _start(tmp_path / "run")
@@ -330,11 +285,7 @@ def test_a_rank_that_is_killed_in_its_imports_is_named(tmp_path: Path, says: Cal
     assert not (tmp_path / "run" / "status.json").exists()
 
 
-@pytest.mark.fault(
-    "kill -9 of the launcher while the ranks import",
-    group="processes",
-    does="the ranks end at once; the run directory is as it was",
-)
+@pytest.mark.fault("kill -9 of the launcher while the ranks import")
 @pytest.mark.heavy
 @pytest.mark.parametrize("already", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Path, *, already: bool) -> None:
@@ -360,12 +311,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_in_their_imports(tmp_path: Pat
     assert not (tmp_path / "run" / "status.json").exists()
 
 
-@pytest.mark.fault(
-    "kill -9 of a loading process whose rank waits for another",
-    group="processes",
-    does="`failed`, by that process and its signal; no rank is blamed, and no engine's clean-up hides it",
-    says="the run failed: rank 0: DataError: the loading process ... was killed by SIGKILL",
-)
+@pytest.mark.fault("kill -9 of a loading process whose rank waits for another")
 @pytest.mark.heavy
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("zero1", marks=pytest.mark.heavy)])
 def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
@@ -389,12 +335,7 @@ def test_a_loading_process_that_dies_while_its_rank_waits_is_named(
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "a second run in the folder of a live one; then the folder of a run that was killed",
-    group="directory",
-    does="exit code 2 at once, the first is not touched; a dead run's folder is taken over",
-    says=("hydra.run.dir=...: is another run's (process ... on ..., since ...)", "which is gone: taken over"),
-)
+@pytest.mark.fault("a second run in the folder of a live one; then the folder of a run that was killed")
 def test_a_second_run_in_the_folder_of_one_that_trains_is_refused(tmp_path: Path, says: Callable[[str], None]) -> None:
     arguments = [*SETTINGS, "trainer.max_steps=100000", f"hydra.run.dir={tmp_path}"]
     first = subprocess.Popen(
@@ -428,12 +369,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.heavy), 2])
-@pytest.mark.fault(
-    "a full disk while metrics or status are written",
-    group="directory",
-    does="`failed`, exit code 1; `metrics.jsonl` ends with a whole line; goes on when there is room",
-    says="No space left on device: '...'. Make room there, and go on",
-)
+@pytest.mark.fault("a full disk while metrics or status are written")
 def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int, says: Callable[[str], None]) -> None:
     run_dir = small_disk / "run"
     finished = _run(run_dir, "checkpoint.every=0", world=world, HOW="fill", DISK=str(small_disk))
@@ -464,13 +400,7 @@ def test_a_full_disk_ends_the_run_with_its_reason(small_disk: Path, world: int, 
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "ranks that do not share the run directory",
-    group="directory",
-    does="exit code 2, before the first window",
-    says="hydra.run.dir=...: rank 2, rank 3 cannot see what rank 0 writes there, and every rank writes a part of a "
-    "checkpoint. Give an absolute path on a file system that all hosts share, or checkpoint.every=0",
-)
+@pytest.mark.fault("ranks that do not share the run directory")
 def test_ranks_of_another_machine_that_see_another_disk(tmp_path: Path, says: Callable[[str], None]) -> None:
     """Two of four ranks have mounts of their own, as those of a second machine do."""
     if os.geteuid():
@@ -488,12 +418,7 @@ def test_ranks_of_another_machine_that_see_another_disk(tmp_path: Path, says: Ca
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.fault(
-    "a run started again on a full disk",
-    group="directory",
-    does="exit code 1 or 2; no rank waits for the one that could not write",
-    says="No space left on device",
-)
+@pytest.mark.fault("a run started again on a full disk")
 @pytest.mark.heavy
 def test_no_rank_waits_for_one_that_finds_the_disk_full_at_the_start(
     small_disk: Path, says: Callable[[str], None]

@@ -75,11 +75,7 @@ def _is_there(cell: dict[str, Any]) -> bool:
         pytest.param(errno.EIO, 1, marks=pytest.mark.heavy),
     ],
 )
-@pytest.mark.fault(
-    "one error of the file system (EIO, ESTALE) at any read of a run that resumes, logs and saves",
-    group="checkpoints",
-    does="reads again, up to four times within a second, and goes on bit by bit",
-)
+@pytest.mark.fault("one error of the file system (EIO, ESTALE) at any read of a run that resumes, logs and saves")
 def test_one_error_at_any_read_costs_nothing(cells: Cells, number: int, stride: int) -> None:
     """One at the log's or the lock's reads ended the run; one at a tensor's was told as another model's file."""
     whole, found = cells("resume", error=number, stride=stride)
@@ -90,12 +86,7 @@ def test_one_error_at_any_read_costs_nothing(cells: Cells, number: int, stride: 
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "errors of the file system at every read from some moment on",
-    group="checkpoints",
-    does="ends, `failed` or exit code 2; deletes nothing, takes nothing for damage; goes on when the file system does",
-    says="Input/output error",
-)
+@pytest.mark.fault("errors of the file system at every read from some moment on")
 def test_errors_that_stay_end_the_run_and_lose_nothing(cells: Cells, says: Callable[[str], None]) -> None:
     whole, found = cells("resume", error=errno.EIO, times=ALWAYS, stride=17)
     failed = [cell for cell in found if cell["said"]]
@@ -113,12 +104,7 @@ def test_errors_that_stay_end_the_run_and_lose_nothing(cells: Cells, says: Calla
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.heavy)])
-@pytest.mark.fault(
-    "a full disk at any write: a checkpoint's files, its seal, `latest`, the history",
-    group="checkpoints",
-    does="`failed`, exit code 1 (2 before the run begins); the checkpoints of before, or the new one, are whole",
-    says="No space left on device: '...'",
-)
+@pytest.mark.fault("a full disk at any write: a checkpoint's files, its seal, `latest`, the history")
 def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says: Callable[[str], None]) -> None:
     """Tensors' files gave an error without a name, and so did what is synced."""
     whole, found = cells("save", error=errno.ENOSPC, stride=stride)
@@ -141,12 +127,7 @@ def test_a_full_disk_at_any_write_loses_nothing(cells: Cells, stride: int, says:
     ("stride", "background"),
     [(19, {}), *(pytest.param(*one, marks=pytest.mark.heavy) for one in ((1, {}), (29, BACKGROUND), (1, BACKGROUND)))],
 )
-@pytest.mark.fault(
-    "kill -9 at any write of a save, in the background (`checkpoint.background=true`) too: between the files and the "
-    "seal, the seal and the name, while the oldest is removed, and again while the same step is saved again",
-    group="checkpoints",
-    does="the checkpoint of before, or the new one, is whole; the run goes on from it bit by bit",
-)
+@pytest.mark.fault("kill -9 at any write of a save, in the background")
 def test_a_death_at_any_write_loses_nothing(cells: Cells, stride: int, background: dict[str, str]) -> None:
     whole, found = cells("kill", stride=stride, **background)
     assert len(found) >= 60 // stride
@@ -185,12 +166,7 @@ def _run(forks: Forks, library: Path, *more: str, **extra: str) -> subprocess.Co
     [("1", ".saving-step-4", "step-2", "random-1.json"), ("0", "/.latest.", "step-4", "latest")],
     ids=["a rank", "latest"],
 )
-@pytest.mark.fault(
-    "a disk that is full for one rank, or for the file `latest` alone",
-    group="checkpoints",
-    does="`failed` on all ranks, with that rank's reason; goes on from the newest whole checkpoint",
-    says="rank ...: OSError: [Errno 28] No space left on device: '.../checkpoints/...'. Make room there, and go on",
-)
+@pytest.mark.fault("a disk that is full for one rank, or for the file `latest` alone")
 def test_a_disk_that_is_full_for_one(
     tmp_path: Path, library: Path, forks: Forks, case: tuple[str, ...], says: Callable[[str], None]
 ) -> None:
@@ -257,12 +233,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a run directory that is read-only",
-    group="directory",
-    does="exit code 2, nothing changed; `resume=PATH` of a checkpoint there starts a run elsewhere",
-    says="hydra.run.dir=...: cannot be written (Read-only file system). Choose a ",
-)
+@pytest.mark.fault("a run directory that is read-only")
 def test_a_read_only_folder(disk: Path, tmp_path: Path, says: Callable[[str], None]) -> None:
     first, *arguments = disk / "run", *(one for one in SETTINGS if "fails" not in one and "resume" not in one)
     succeed(*arguments, "trainer.max_steps=2", f"hydra.run.dir={first}", PYTHONPATH=str(ROOT))

@@ -102,12 +102,7 @@ def _is_saved(run_dir: Path, by: str) -> None:
     assert (run_dir / "checkpoints" / f"step-{found['step']}").is_dir()
 
 
-@pytest.mark.fault(
-    "Ctrl-C",
-    group="signals",
-    does="saves and leaves, `preempted`, with one line, or two where that takes more than a second",
-    says="preempted (SIGINT): ... steps; saved in ...; the same command with resume=auto resumes it",
-)
+@pytest.mark.fault("Ctrl-C")
 @pytest.mark.parametrize("start", ["one process", pytest.param("launch/train.sh", marks=pytest.mark.heavy), "torchrun"])
 def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
     tmp_path: Path, start: str, says: Callable[[str], None]
@@ -128,12 +123,7 @@ def test_ctrl_c_saves_and_says_in_one_line_how_to_go_on(
     assert exit_code == 0
 
 
-@pytest.mark.fault(
-    "a second Ctrl-C, as while the window never ends",
-    group="signals",
-    does="ends at once, `failed`, exit code 130; no loading process is left",
-    says="distaccum: ended at once by a second Ctrl-C, without a save",
-)
+@pytest.mark.fault("a second Ctrl-C, as while the window never ends")
 @pytest.mark.parametrize("start", ["one process", pytest.param("launch/train.sh", marks=pytest.mark.heavy)])
 def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str, says: Callable[[str], None]) -> None:
     run = Terminal(tmp_path / "run", START[start])
@@ -152,9 +142,7 @@ def test_a_second_ctrl_c_ends_a_run_that_cannot_save(tmp_path: Path, start: str,
     says(end)
 
 
-@pytest.mark.fault(
-    "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
-)
+@pytest.mark.fault("the terminal closes (SIGHUP)")
 @pytest.mark.parametrize(
     "start", ["one process", *(pytest.param(name, marks=pytest.mark.heavy) for name in list(START)[1:])]
 )
@@ -165,9 +153,7 @@ def test_a_terminal_that_is_closed_lets_the_run_save(tmp_path: Path, start: str)
     _is_saved(run.run_dir, "SIGHUP")
 
 
-@pytest.mark.fault(
-    "the terminal closes (SIGHUP)", group="signals", does="saves and leaves, `preempted`; under `nohup` it goes on"
-)
+@pytest.mark.fault("the terminal closes (SIGHUP)")
 @pytest.mark.heavy
 @pytest.mark.parametrize("start", ["one process", "launch/train.sh"])
 def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +170,7 @@ def test_under_nohup_the_run_goes_on(tmp_path: Path, start: str, monkeypatch: py
     _is_saved(run.run_dir, "SIGTERM")
 
 
-@pytest.mark.fault(
-    "the disk of what a run prints (`> train.log`) is full",
-    group="directory",
-    does="trains on",
-    says="stdout: [Errno 28] No space left on device; what is printed there is lost, and the run goes on",
-)
+@pytest.mark.fault("the disk of what a run prints (`> train.log`) is full")
 def test_a_full_disk_of_what_is_printed_ends_no_run(tmp_path: Path, says: Callable[[str], None]) -> None:
     short = (*TINY, "trainer.max_steps=3", "trainer.log_every=1", "trainer.eval_every=0", "metrics=jsonl")
     given = command(1, TRAIN, [*short, f"hydra.run.dir={tmp_path}"])

@@ -26,11 +26,7 @@ def _numbers(records: list[dict[str, Any]], *, but: set[str] = frozenset()) -> d
     return found
 
 
-@pytest.mark.fault(
-    "kill -9 after steps that no checkpoint has, with W&B",
-    group="services",
-    does="resumes in the same W&B run, in which each step is once; older offline folders go to `wandb/superseded`",
-)
+@pytest.mark.fault("kill -9 after steps that no checkpoint has, with W&B")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: Path) -> None:
@@ -109,13 +105,7 @@ def test_every_tracker_has_each_step_of_a_killed_and_resumed_run_once(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "MLflow's server refuses",
-    group="services",
-    does="trains on, asks it again meanwhile, and ends within some 10 s",
-    says="logger mlflow: still busy after 10 s, and left behind; metrics.jsonl has every record, and resume=auto sends "
-    "what MLflow lacks",
-)
+@pytest.mark.fault("MLflow's server refuses")
 def test_a_server_of_mlflow_that_refuses_costs_seconds(tmp_path: Path, says: Callable[[str], None]) -> None:
     given = ["metrics=jsonl", "metrics.mlflow.enabled=true"]
     folder, began = tmp_path / "run", time.monotonic()

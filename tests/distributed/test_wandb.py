@@ -236,13 +236,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[_Server | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "W&B's server refuses, hangs or answers 500",
-    group="services",
-    does="trains on, and ends within some 8 s",
-    says="Weights & Biases: still busy after 8 s, and left behind; metrics.jsonl has every record: "
-    "distaccum wandb-upload ... makes a W&B run of it",
-)
+@pytest.mark.fault("W&B's server refuses, hangs or answers 500")
 def test_a_server_that_cannot_be_reached_costs_seconds(
     tmp_path: Path, server: _Server | None, says: Callable[[str], None]
 ) -> None:
@@ -259,13 +253,7 @@ def test_a_server_that_cannot_be_reached_costs_seconds(
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "no key for W&B, or a bad one, with `metrics.wandb.mode=online`",
-    group="services",
-    does="exit code 2, before the process group",
-    says="metrics.wandb.mode=online: but ... Set WANDB_API_KEY, or run `wandb login`; or take "
-    "metrics.wandb.mode=offline, and upload later",
-)
+@pytest.mark.fault("no key for W&B, or a bad one, with `metrics.wandb.mode=online`")
 @pytest.mark.parametrize(
     ("key", "problem"),
     [({}, "no API key is configured"), ({"WANDB_API_KEY": "short"}, "WANDB_API_KEY invalid: API key must have 40+")],
@@ -282,12 +270,7 @@ def test_a_key_that_is_missing_or_bad_is_refused(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-DIED = pytest.mark.fault(
-    "kill -9 of W&B's process, or the disk of its folder is full",
-    group="services",
-    does="trains on",
-    says="Weights & Biases: ...; metrics.jsonl has every record: distaccum wandb-upload ... makes a W&B run of it",
-)
+DIED = pytest.mark.fault("kill -9 of W&B's process, or the disk of its folder is full")
 
 
 @pytest.mark.slow

@@ -247,12 +247,7 @@ def test_two_nodes_of_which_one_is_lost_and_comes_back(job: Job) -> None:
         assert agent.returncode == 0
 
 
-@pytest.mark.fault(
-    "the store of an elastic job dies",
-    group="processes",
-    does="the agents tell the workers to save and leave, over the group that they have; exit code 1",
-    says="the store at 127.0.0.1:... is gone: ...; the workers save and leave",
-)
+@pytest.mark.fault("the store of an elastic job dies")
 def test_the_end_of_the_store_is_no_end_of_the_workers(job: Job, says: Callable[[str], None]) -> None:
     """They were killed, with all that they had not saved."""
     agent = job.start("--nproc=2")

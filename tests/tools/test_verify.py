@@ -68,12 +68,7 @@ def test_one_that_a_rollback_was_replacing_when_the_run_died(
     assert [path.name for path in checkpoints.glob("*step-*")] == [".replaced-step-10"]
 
 
-@pytest.mark.fault(
-    "`history.json` tells of a checkpoint that is not there: it comes late (NFS), or not at all",
-    group="checkpoints",
-    does="waits two seconds for it, and goes on from it, or from the one before, and says so",
-    says="history.json says that step 10 was saved, and it is not there, and ...step-9 is the newest one: the updates",
-)
+@pytest.mark.fault("`history.json` tells of a checkpoint that is not there: it comes late (NFS), or not at all")
 def test_a_checkpoint_that_the_history_tells_of(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
@@ -127,12 +122,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str, str]] = {
 }
 
 
-@pytest.mark.fault(
-    "`distaccum verify RUN` on any of these damages",
-    group="directory",
-    does="names each, and what `resume=auto` would do; changes nothing; exit code 1, or 0 where nothing is lost",
-    says=("DAMAGED: missing, added or changed: ", "continues step-9", "refuses: resume=auto: "),
-)
+@pytest.mark.fault("`distaccum verify RUN` on any of these damages")
 def test_every_damage_is_named(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:
@@ -153,11 +143,7 @@ def test_every_damage_is_named(
     says(everything)
 
 
-@pytest.mark.fault(
-    "names of files with what a terminal obeys, or a path of 4,300 characters",
-    group="directory",
-    does="`verify` prints `?` in their place; a run is refused with exit code 2",
-)
+@pytest.mark.fault("names of files with what a terminal obeys, or a path of 4,300 characters")
 def test_names_that_a_terminal_obeys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,11 +79,7 @@ def test_bad_configuration_is_exit_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "the root file system and the home are read-only, as `launch/k8s/job.yaml` has it",
-    group="directory",
-    does="trains; writes into the run directory and `TMPDIR` only",
-)
+@pytest.mark.fault("the root file system and the home are read-only, as `launch/k8s/job.yaml` has it")
 def test_a_root_that_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "runs").mkdir()
@@ -108,13 +104,7 @@ def test_a_root_that_is_read_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.fault(
-    "a Kubernetes job whose pods fail at one step again and again",
-    group="processes",
-    does="the fourth start in a row exits with 2, at which `launch/k8s/job.yaml` ends the job",
-    says="configuration error: resume: 3 starts in a row have failed, none after step ..., the last one so: rank 0 ... "
-    "Mend that: resume from an older checkpoint ... Started again by hand, as a new job, it counts from zero",
-)
+@pytest.mark.fault("a Kubernetes job whose pods fail at one step again and again")
 def test_pods_that_fail_again_and_again_are_not_started_for_ever(tmp_path: Path, says: Callable[[str], None]) -> None:
     settings = (
         "model=cnn",

@@ -128,11 +128,7 @@ def _went_on_once(cluster: Cluster, job: str, run_dir: Path) -> int:
     return step
 
 
-@pytest.mark.fault(
-    "Slurm's time limit: SIGUSR1 before it, as `--signal=B:USR1@120` says",
-    group="signals",
-    does="saves, and is requeued; goes on bitwise",
-)
+@pytest.mark.fault("Slurm's time limit: SIGUSR1 before it, as `--signal=B:USR1@120` says")
 def test_told_to_stop_it_saves_and_goes_on_bitwise(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     job = _interruptible(cluster, tmp_path, options=("--nodes=2",))
     cluster.tell_to_stop(job)

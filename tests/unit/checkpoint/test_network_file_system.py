@@ -23,11 +23,7 @@ from distaccum.train.run_log import RunLog
 from tests.support.runs import settings
 
 DATA = [(torch.full((4,), i / 16), torch.tensor(i % 3)) for i in range(16)]
-NFS = pytest.mark.fault(
-    "NFS: replies to mkdir, rename and unlink are lost, a file comes a second late, a log's handle is stale",
-    group="checkpoints",
-    does="looks whether it has happened, waits for the file, opens anew; goes on bit by bit",
-)
+NFS = pytest.mark.fault("NFS: replies to mkdir, rename and unlink are lost, a file comes a second late,")
 GONE, THERE = FileNotFoundError(errno.ENOENT, "injected"), FileExistsError(errno.EEXIST, "injected")
 STALE = OSError(errno.ESTALE, "Stale file handle")
 

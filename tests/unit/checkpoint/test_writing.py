@@ -82,12 +82,7 @@ def test_a_digest_is_the_one_that_others_make() -> None:
     assert files.digest_text(found) == expected
 
 
-@pytest.mark.fault(
-    "a write that the disk loses in silence, before the checkpoint is sealed",
-    group="checkpoints",
-    does="is damage: the seal has what was to be written; takes the checkpoint before",
-    says="missing, added or changed: model-0.safetensors",
-)
+@pytest.mark.fault("a write that the disk loses in silence, before the checkpoint is sealed")
 @pytest.mark.parametrize("size", [100, LARGE])
 def test_what_the_disk_loses_between_a_write_and_the_seal_is_found(
     size: int, gloo_world: World, tmp_path: Path, says: Callable[[str], None]
@@ -307,12 +302,7 @@ def test_a_listing_that_fails_is_no_missing_file(store: CheckpointStore, monkeyp
         verify(folder)
 
 
-@pytest.mark.fault(
-    "a checkpoint in the way of a new one",
-    group="checkpoints",
-    does="is renamed to `damaged-step-N` or `aside-step-N`, never deleted",
-    says="step-2 is aside-step-2 now: it was in the way of a checkpoint of this run",
-)
+@pytest.mark.fault("a checkpoint in the way of a new one")
 def test_what_lies_ahead_is_set_aside_and_never_deleted(
     store: CheckpointStore, gloo_world: World, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:

@@ -78,11 +78,7 @@ def test_token_shards_are_mapped_and_give_every_block_once(tmp_path: Path, dtype
     assert not source.train._arrays[0].flags.writeable  # type: ignore[attr-defined]
 
 
-@pytest.mark.fault(
-    "more token shards than a process may have files open (1,000)",
-    group="settings",
-    does="trains: a shard is mapped, and its file not kept open",
-)
+@pytest.mark.fault("more token shards than a process may have files open (1,000)")
 def test_token_shards_keep_no_file_open_and_are_not_read(tmp_path: Path) -> None:
     for shard in range(100):
         np.arange(6, dtype="<u2").tofile(tmp_path / f"{shard}.bin")
@@ -274,13 +270,7 @@ def test_an_error_that_no_death_explains_is_told_at_once(gloo_world: World) -> N
     assert time.monotonic() - began < 1
 
 
-@pytest.mark.fault(
-    "a loading process cannot be started: the limit of processes is reached, or memory is over",
-    group="processes",
-    does="`failed`, exit code 1, and all processes end",
-    says="not all of 2 loading processes could be started ([Errno 11] ...). Lower num_workers, or raise the limit of "
-    "processes (ulimit -u, pids.max) or of memory",
-)
+@pytest.mark.fault("a loading process cannot be started: the limit of processes is reached, or memory is over")
 @pytest.mark.filterwarnings("ignore:.*_MultiProcessingDataLoaderIter.__del__")  # torch's own, half made
 def test_where_one_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]) -> None:
     fork, forked = os.fork, list[int]()
@@ -303,12 +293,7 @@ def test_where_one_cannot_be_started_none_is_left(monkeypatch: pytest.MonkeyPatc
     gc.collect()
 
 
-@pytest.mark.fault(
-    "`TMPDIR` has more than 75 bytes, with loading processes",
-    group="settings",
-    does="exit code 2, before the process group",
-    says="TMPDIR=...: has 76 bytes, and loading processes have sockets there: 75 are the most",
-)
+@pytest.mark.fault("`TMPDIR` has more than 75 bytes, with loading processes")
 def test_a_temporary_folder_of_too_long_a_name_is_refused(
     monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
 ) -> None:

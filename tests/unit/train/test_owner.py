@@ -100,12 +100,7 @@ def test_of_many_that_come_at_once_one_gets_it(tmp_path: Path) -> None:
             process.communicate()
 
 
-@pytest.mark.fault(
-    "the folder of a run whose machine is lost",
-    group="directory",
-    does="another run takes it over 300 s after the last sign of life",
-    says="which has given no sign of life for ... s: taken over",
-)
+@pytest.mark.fault("the folder of a run whose machine is lost")
 def test_on_another_machine_the_last_sign_of_life_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
@@ -129,12 +124,7 @@ def test_on_another_machine_the_last_sign_of_life_decides(
     alive.join()
 
 
-@pytest.mark.fault(
-    "a job that Slurm starts again on another machine, or torchrun, and then nothing of it lives for 30 s",
-    group="directory",
-    does="takes its folder over, Slurm's at once; another live job of the same rendezvous id is not touched",
-    says="which was an earlier attempt of this job (...): taken over",
-)
+@pytest.mark.fault("a job that Slurm starts again on another machine, or torchrun, and then")
 def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
@@ -177,12 +167,7 @@ def test_a_job_that_is_started_again_takes_its_folder_from_another_machine_at_on
     says(caplog.text)
 
 
-@pytest.mark.fault(
-    "a process that slept while its folder was taken over",
-    group="directory",
-    does="fails at its next record or checkpoint, and writes nothing there",
-    says="was taken over by process ... on ...: this process gave no sign of life before",
-)
+@pytest.mark.fault("a process that slept while its folder was taken over")
 def test_who_has_lost_the_folder_writes_nothing_more_there(tmp_path: Path, says: Callable[[str], None]) -> None:
     run_dir = RunDir(tmp_path)
     with run_dir.own():

@@ -79,12 +79,7 @@ def test_state_json_is_read_once_on_each_rank(
     assert read == [path / "state.json"] * 3
 
 
-@pytest.mark.fault(
-    "two resumes within one epoch",
-    group="checkpoints",
-    does="ends as the run that was never interrupted does, bit by bit, each record once",
-    says="at step 3; everything carries over",
-)
+@pytest.mark.fault("two resumes within one epoch")
 def test_two_resumes_in_an_epoch(
     gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:

@@ -123,12 +123,7 @@ def test_a_folder_that_was_a_checkpoint_is_a_history(tmp_path: Path, left: str) 
         require_no_history(run_dir)
 
 
-@pytest.mark.fault(
-    "a requeued job with another run directory, as by a slip",
-    group="directory",
-    does="begins, and says that nothing was begun in the folder before",
-    says="begins at zero, though this job was started again (2 times): ... Look at hydra.run.dir",
-)
+@pytest.mark.fault("a requeued job with another run directory, as by a slip")
 def test_a_job_that_is_started_again_in_an_empty_folder_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, says: Callable[[str], None]
 ) -> None:
@@ -137,11 +132,7 @@ def test_a_job_that_is_started_again_in_an_empty_folder_is_told(
     says(caplog.text)
 
 
-@pytest.mark.fault(
-    "`.status.json.PID`, `.writable`, `checkpoints/.saving-step-N`, ... of dead processes",
-    group="directory",
-    does="the owner removes them when it begins",
-)
+@pytest.mark.fault("`.status.json.PID`, `.writable`, `checkpoints/.saving-step-N`, ... of dead processes")
 def test_the_owner_clears_away_what_dead_processes_left(tmp_path: Path) -> None:
     left = (".status.json.4711", ".writable", ".writable.4711", ".owner-12ab", "metrics.tmp", ".status.reserve")
     for name in left:

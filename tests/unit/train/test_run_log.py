@@ -84,12 +84,7 @@ def test_it_stays_below_a_size_and_has_the_newest_records(tmp_path: Path, monkey
     assert len(numbers) > 100
 
 
-@pytest.mark.fault(
-    "a full disk, for a rank's log",
-    group="directory",
-    does="goes on, without these lines of the log",
-    says="cannot be written (No space left on device), and the run goes on without it",
-)
+@pytest.mark.fault("a full disk, for a rank's log")
 @pytest.mark.usefixtures("as_command")
 def test_a_full_disk_costs_records_and_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]

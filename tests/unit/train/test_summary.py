@@ -51,12 +51,7 @@ def test_a_sharded_model_has_its_own_name(gloo_world: World, tmp_path: Path) -> 
     assert "model      Sequential, 9 parameters" in text.getvalue()
 
 
-@pytest.mark.fault(
-    "an evaluation that is NaN",
-    group="numbers",
-    does="`done`, with that as the status's reason and in the summary",
-    says="in the last evaluation, eval_loss is nan",
-)
+@pytest.mark.fault("an evaluation that is NaN")
 def test_an_evaluation_that_is_nan_is_in_the_status_and_the_summary(
     gloo_world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], says: Callable[[str], None]
 ) -> None:

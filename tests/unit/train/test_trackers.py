@@ -509,12 +509,7 @@ def test_a_resumed_run_takes_back_what_it_will_repeat_and_loses_nothing(tmp_path
 
 
 @pytest.mark.parametrize("damage", [b'{"window": 2, "x": "\xff"}', b'{"window": 2, "lo', b"\x00\x00", b"[2]", b""])
-@pytest.mark.fault(
-    "a damaged byte (one that is no UTF-8 too) or a torn line in `metrics.jsonl`",
-    group="directory",
-    does="moves the line as it is to `metrics.superseded.jsonl`, and resumes",
-    says="metrics.jsonl: line 2 is damaged",
-)
+@pytest.mark.fault("a damaged byte (one that is no UTF-8 too) or a torn line in `metrics.jsonl`")
 def test_a_damaged_line_is_set_aside_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes, says: Callable[[str], None]
 ) -> None:
@@ -540,12 +535,7 @@ def _edited(path: Path) -> None:
         (lambda path: os.truncate(path, 20), 2, "was cut from 42 bytes to 20: the records in them are lost"),
     ],
 )
-@pytest.mark.fault(
-    "`metrics.jsonl` is removed, replaced by an editor, or cut while the run writes it",
-    group="directory",
-    does="a warning; the next record is in a file of this name, with all records that it lacks; those cut are lost",
-    says="metrics.jsonl was ...",
-)
+@pytest.mark.fault("`metrics.jsonl` is removed, replaced by an editor, or cut while the run writes it")
 def test_records_outlive_what_somebody_does_to_their_file(  # noqa: PLR0917
     tmp_path: Path, caplog: pytest.LogCaptureFixture, says: Any, happens: Any, lost: int, words: str
 ) -> None:
