@@ -33,45 +33,7 @@ ENDED = (
     "OUT_OF_MEMORY",
     "PREEMPTED",
 )
-_CONF = """\
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmctldAddr=127.0.0.1
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/{tracking}
-TaskPlugin=task/none
-SwitchType=switch/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=1,sched_interval=5,sched_min_interval=100000,bf_interval=5
-PriorityType=priority/basic
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-ReturnToService=2
-JobRequeue=1
-SlurmdTimeout=10
-KillWait=10
-InactiveLimit=0
-MinJobAge=3600
-OverTimeLimit=0
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 State=UNKNOWN
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60 State=UP
-PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP
-"""
+_CONF = Path(__file__).with_name("slurm.conf")
 
 
 def missing_tools() -> list[str]:
@@ -112,7 +74,7 @@ class Cluster:
         controller, n1, n2 = _free_ports(3)
         settings = {"folder": self.folder, "user": getuser(), "tracking": self._tracking}
         ports = {"controller_port": controller, "n1_port": n1, "n2_port": n2}
-        self.conf.write_text(_CONF.format(**settings, **ports))
+        self.conf.write_text(_CONF.read_text().format(**settings, **ports))
         self._start_munge()
         self._launch("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
         for node in NODES:
