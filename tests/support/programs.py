@@ -4,11 +4,12 @@ A program is a model, an optimizer and the sum of a loss, sometimes with a loop 
 loop over whole windows in fp64 on one process. It shares with distaccum what the user brings, and nothing else.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from textwrap import fill
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -600,49 +601,18 @@ PROGRAMS: dict[str, Program] = {
 if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
     PROGRAMS["Muon"] = Program(optimizer=muon)
 
-# By engine, words of the message. What is not here is exact.
-_UNUSED = "engine.find_unused_parameters=true"
-REFUSED: dict[str, dict[str, str]] = {
-    "GAN, one accumulator": {"fsdp2": "functional_call", "deepspeed": "steps one optimizer, not 2"},
-    "GAN, two accumulators": {"fsdp2": "in another one's micro-step, and ranks have different numbers"},
-    "checkpointing, shared block, reentrant": {
-        "ddp": "use_reentrant=False",
-        "zero1": "use_reentrant=False",
-        "fsdp2": "use_reentrant=False",
-    },
-    "LBFGS": dict.fromkeys(ENGINES, "its step wants a closure"),
-    "unused branch": {"ddp": _UNUSED, "zero1": _UNUSED, "deepspeed": "no rank used"},
-    "branch used by one rank": {"ddp": _UNUSED, "zero1": _UNUSED},
-    "complex parameter": {"fsdp2": "one block holds", "deepspeed": "which is complex"},
-    "0-dim parameter": {"fsdp2": "no dimension to cut", "deepspeed": "which has no dimension"},
-    "gradient penalty": {"fsdp2": "differentiated twice"},
-    "loss without gradient": dict.fromkeys(ENGINES, "the loss has no gradient"),
-    "sparse embedding": {"deepspeed": "whose gradient is sparse"},
-    "Adagrad": {"deepspeed": "an Adagrad of their own"},
-    "Adafactor": {"deepspeed": "looks at more than one element"},
-    "Muon": {"deepspeed": "steps one optimizer, not 2"},
-}
 # Refused in the first window that cannot be exact, after others that were.
 LATE = {("GAN, two accumulators", "fsdp2")}
-# Neither exact nor refused by distaccum.
-OPEN: dict[tuple[str, str], str] = {}
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
 
-def table() -> str:
-    """The documentation's part, in Markdown: which programs are exact on every engine, and a table of the others."""
-    cells = {name: [_cell(name, engine) for engine in ENGINES] for name in PROGRAMS}
-    exact = [name for name, row in cells.items() if set(row) == {"exact"}]
-    head = ["| program | " + " | ".join(ENGINES) + " |", "|---|" + "---|" * len(ENGINES)]
-    rows = [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items() if name not in exact]
-    return "\n".join([fill(f"Exact on every engine: {'; '.join(exact)}.", 120), "", *head, *rows])
-
-
-def _cell(name: str, engine: str) -> str:
-    if (name, engine) in OPEN:
-        return f"open: {OPEN[name, engine]}"
-    words = REFUSED.get(name, {}).get(engine)
-    return f"refused: “{words}”" if words else "exact"
-
-
-if __name__ == "__main__":
-    print(table())
+def table() -> dict[str, dict[str, str]]:
+    """The table of the documentation: by program and engine words of the message; none where it is exact."""
+    exact, rows = re.split(r"\| program .*\n.*\n", PAGE.read_text().split("Exact on every engine: ")[1], maxsplit=1)
+    found = {name: dict.fromkeys(ENGINES, "") for name in " ".join(exact.split()).removesuffix(".").split("; ")}
+    for name, *cells in re.findall(
+        r"^\| (.+) \| (.+) \| (.+) \| (.+) \| (.+) \|$", rows.split("\n\n")[0], re.MULTILINE
+    ):
+        told = [cell if cell == "exact" else re.fullmatch("refused: “(.+)”", cell)[1] for cell in cells]  # type: ignore[index]
+        found[name] = {engine: words.removeprefix("exact") for engine, words in zip(ENGINES, told, strict=True)}
+    return found
