@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -51,52 +51,44 @@ class _Forward:
         return replace(self, args=args, kwargs=kwargs)
 
 
+class _Bare:
+    """What has no tensors."""
+
+    def mapped(self, _: Callable[[Tensor], Tensor]) -> Self:
+        """As it is."""
+        return self
+
+
 @dataclass
-class _Backward:
+class _Backward(_Bare):
     """A backward, and the outputs that it reached: the forward's number in the micro-step, and the tensor's in it."""
 
     reached: set[tuple[int, int]] = field(default_factory=set)
 
     mark = "b"
 
-    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Backward:
-        """It has no tensors."""
-        return self
-
 
 @dataclass
-class _GivenUp:
+class _GivenUp(_Bare):
     """The window is given up before its first micro-step."""
 
     mark = "given up"
 
-    def mapped(self, _: Callable[[Tensor], Tensor]) -> _GivenUp:
-        """It has no tensors."""
-        return self
-
 
 @dataclass
-class _Failed:
+class _Failed(_Bare):
     """The micro-step has ended with an error, which says why."""
 
     reason: str
 
     mark = "failed"
 
-    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Failed:
-        """It has no tensors."""
-        return self
-
 
 @dataclass
-class _Crossed:
+class _Crossed(_Bare):
     """Another model is called, which cannot be replayed."""
 
     mark = "crossed"
-
-    def mapped(self, _: Callable[[Tensor], Tensor]) -> _Crossed:
-        """It has no tensors."""
-        return self
 
 
 _ALL: WeakSet[UnevenInputs] = WeakSet()  # of this process: two models may be trained in turns, as in a GAN

@@ -31,15 +31,18 @@ class Constant:
 
 
 class _Falling:
-    """A linear warm-up, the peak rate until the update ``begin``, then ``steps`` updates of a fall to ``final_ratio``.
+    """A linear warm-up, the peak rate, and a fall to ``final_ratio`` in the last ``steps`` updates (None: all others).
 
     Its form gives what is left of the peak, from the share of the fall that is over.
     """
 
-    def __init__(self, form: str, warmup: _Warmup, *, begin: int, steps: int, final_ratio: float) -> None:
+    def __init__(
+        self, form: str, warmup: _Warmup, total_steps: int, final_ratio: float, steps: int | None = None
+    ) -> None:
         self._warmup, self._form = warmup, _FORMS[form]
         self._final_ratio = _ratio("final_ratio", final_ratio)
-        self._begin, self._steps = begin, max(1, steps)
+        steps = total_steps - warmup.steps if steps is None else steps
+        self._begin, self._steps = total_steps - steps, max(1, steps)
 
     def __call__(self, step: int) -> float:
         """Rises to 1, stays, falls to ``final_ratio``."""
@@ -62,9 +65,7 @@ class Cosine(_Falling):
     def __init__(
         self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0, final_ratio: float = 0.1
     ) -> None:
-        warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
-        steps = total_steps - warmup.steps
-        super().__init__("cosine", warmup, begin=warmup.steps, steps=steps, final_ratio=final_ratio)
+        super().__init__("cosine", _Warmup(warmup_steps, warmup_ratio, total_steps), total_steps, final_ratio)
 
 
 class Linear(_Falling):
@@ -83,9 +84,7 @@ class Linear(_Falling):
     def __init__(
         self, *, total_steps: int, warmup_steps: int | None = None, warmup_ratio: float = 0.0, final_ratio: float = 0.0
     ) -> None:
-        warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
-        steps = total_steps - warmup.steps
-        super().__init__("linear", warmup, begin=warmup.steps, steps=steps, final_ratio=final_ratio)
+        super().__init__("linear", _Warmup(warmup_steps, warmup_ratio, total_steps), total_steps, final_ratio)
 
 
 class WSD(_Falling):
@@ -119,7 +118,7 @@ class WSD(_Falling):
         require_choice("schedule.decay", decay, tuple(_FORMS))
         warmup = _Warmup(warmup_steps, warmup_ratio, total_steps)
         steps = max(1, round(_ratio("decay_ratio", decay_ratio) * total_steps))
-        super().__init__(decay, warmup, begin=total_steps - steps, steps=steps, final_ratio=final_ratio)
+        super().__init__(decay, warmup, total_steps, final_ratio, steps)
 
 
 # From the share of a decay that is over to what is left of the peak.

@@ -72,12 +72,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """``(B, FEATURES)`` to ``(B, 1)``."""
+    """``(B, features)`` to ``(B, 1)``."""
 
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, blocks: int = 2, features: int = FEATURES, width: int = WIDTH) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.enter, self.leave = nn.Linear(features, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)

@@ -23,7 +23,7 @@ from distaccum.errors import ConfigError
 from tests.distributed.workers.engine_matrix import weights_of
 from tests.support.accumulators import SQUARED_ERRORS
 from tests.support.answers import give
-from tests.support.programs import Block
+from tests.support.programs import Block, Net
 
 FEATURES, WIDTH, BLOCKS = 5, 7, 3  # divided by nothing
 EPSILON = 1e-2  # see tests.support.engine_matrix
@@ -39,19 +39,11 @@ def syncs(world: World) -> dict[str, FSDP2Config]:
     return SYNCS if world.size > 2 else {"boundary": BOUNDARY}
 
 
-class Model(nn.Module):
+class Model(Net):
     """Numbers in, one number a sample out: ``(B, FEATURES)`` to ``(B, 1)``."""
 
     def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(FEATURES, width), nn.Linear(width, 1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
+        super().__init__(BLOCKS, FEATURES, width)
 
 
 class Tied(nn.Module):
