@@ -120,7 +120,7 @@ def check(
     """
     try:
         files = TensorFiles(path)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         remedy = "Name a safetensors file, a checkpoint, or a folder with model.safetensors"
         raise ConfigError(key, path, str(error).removeprefix(f"{path}: "), remedy) from error
     own, given = model_state(model), InModel(model, files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from distaccum.config.checks import require
 from distaccum.data.adapters import is_hugging_face, is_unsplit, split_by_rank, to_data_spec, yields_batches
 from distaccum.data.agreement import tell_of_failure
 from distaccum.data.loader import MapWindowLoader, WindowLoader, tokens_of
-from distaccum.data.loading_processes import stream_loader
+from distaccum.data.loading_processes import SHARED_MEMORY, stream_loader
 from distaccum.data.plan.batch import CONFIG_KEYS, KEYWORDS, BatchPlan, Ids, Plan, SizeNames
 from distaccum.data.plan.shuffle import Weights
 from distaccum.data.plan.stream import StreamPlan
@@ -244,7 +245,8 @@ def loading_options(
     A Hugging Face stream has processes only where some are stated: the order of its samples depends on their number.
 
     Raises:
-        ConfigError: the processes could not send a batch, as the path of their sockets would be too long.
+        ConfigError: the processes could not send a batch: the path of their sockets would be too long, or there is no
+            shared memory to write to.
     """
     own = replace(source.workers, prefetch_windows=prefetch_windows, most_ahead=most_ahead)
     if not own.num_workers or (is_unsplit(source.train) and not num_workers):
@@ -254,6 +256,9 @@ def loading_options(
     if (length := len(os.fsencode(folder))) > _LONGEST_TEMPORARY:
         problem = f"has {length} bytes, and loading processes have sockets there: {_LONGEST_TEMPORARY} are the most"
         raise ConfigError("TMPDIR", folder, problem, "Name a shorter folder, or use num_workers=0")
+    if own.num_workers and sys.platform == "linux" and not os.access(SHARED_MEMORY, os.W_OK):
+        problem = f"batches travel through {SHARED_MEMORY}, which cannot be written"
+        raise ConfigError("trainer.num_workers", own.num_workers, problem, "Mount it writable, or use num_workers=0")
     return own
 
 

@@ -158,7 +158,7 @@ def tell_epoch(dataset: Any, epoch: int) -> None:
 
 
 _T = TypeVar("_T")
-_SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
+SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108  where torch puts batches
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
 _ENDS_WITHIN_S = 2.0
@@ -314,10 +314,10 @@ def _cause(code: int) -> tuple[str, str]:
         return f"ended with exit code {code}", "Its own message says why; num_workers=0 loads without one"
     name = signal.Signals(-code).name
     if -code == signal.SIGBUS:
-        what = f"Batches travel through {_SHARED_MEMORY}, which {_free_shared_memory()}"
+        what = f"Batches travel through {SHARED_MEMORY}, which {_free_shared_memory()}"
         return f"was killed by {name}", f"{what}: {MORE_SHARED_MEMORY}, or lower num_workers. {_LESS_AHEAD}"
     if -code == signal.SIGKILL:
-        remedy = f"Lower num_workers, or give it more memory; {_SHARED_MEMORY} {_free_shared_memory()}. {_LESS_AHEAD}"
+        remedy = f"Lower num_workers, or give it more memory; {SHARED_MEMORY} {_free_shared_memory()}. {_LESS_AHEAD}"
         return f"was killed by {name}, as the kernel does when memory is over{_memory_limit()},", remedy
     return f"was killed by {name}", "num_workers=0 loads in the training process, where it shows its stack"
 
@@ -325,14 +325,14 @@ def _cause(code: int) -> tuple[str, str]:
 def shared_memory() -> float:
     """The bytes of the memory that batches travel through, used or not; infinite where there is no telling."""
     with suppress(OSError):
-        found = os.statvfs(_SHARED_MEMORY)
+        found = os.statvfs(SHARED_MEMORY)
         return found.f_bsize * found.f_blocks
     return float("inf")
 
 
 def _free_shared_memory() -> str:
     with suppress(OSError):
-        found = os.statvfs(_SHARED_MEMORY)
+        found = os.statvfs(SHARED_MEMORY)
         size = found.f_frsize / _MIB
         return f"has {found.f_bavail * size:,.0f} of {found.f_blocks * size:,.0f} MiB free"
     return "does not exist"

@@ -345,7 +345,7 @@ def from_hydra(error: BaseException, arguments: Sequence[str], name: str = "conf
     found = _of_an_override(message, given, arguments, name)
     causes = [translate(one) for one in (error, error.__cause__) if isinstance(one, OmegaConfBaseException)]
     if isinstance(error, OverrideParseException) and found is None:
-        remedy = "Write overrides as key=value, and quote what holds spaces, commas or brackets"
+        remedy = "Write overrides as key=value, and quote what holds spaces, commas, brackets or umlauts"
         return ConfigError("command line", error.override, message.splitlines()[0], remedy)
     others = ConfigError("command line", None, message.replace("\n", " "), "Correct the overrides")
     return found or next(iter(causes), others)

@@ -170,9 +170,9 @@ def main() -> None:
     parser = Arguments("verify", description, _EPILOG)
     parser.add_argument("run", type=Path, help="a run directory, as hydra.run.dir names it")
     given = parser.of()
-    if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():
-        parser.exit(2, f"{parser.prog}: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
     try:
+        if not RunDir(given.run).holds_results() and not (given.run / "status.json").exists():
+            parser.exit(2, f"{parser.prog}: {given.run} holds no run: give the folder that has checkpoints/ in it\n")
         found = inspect(given.run)
     except (OSError, CheckpointError) as error:
         parser.exit(1, f"{parser.prog}: {given.run}: {error}\n")

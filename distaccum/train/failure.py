@@ -77,7 +77,7 @@ def note_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     if not run_dir.is_foreign():
         with suppress(OSError):  # a full disk: the status has its own reserve
             run_dir.logs.mkdir(exist_ok=True)
-            with (run_dir.logs / f"rank-{rank}.log").open("a") as file:
+            with (run_dir.logs / f"rank-{rank}.log").open("a", encoding="utf-8") as file:
                 file.write(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}\n")
                 file.write(run_dir.hidden("".join(traceback.format_exception(error))))
 
@@ -104,7 +104,10 @@ def lines_of(run_dir: RunDir, own: str = "") -> list[str]:
     kept = "no checkpoint was saved" if saved is None else f"step {saved} is saved in {run_dir.checkpoints}"
     lines = [f"the run failed: {_short(cause)}", f"last logged step: {status.get('step', 0)}; {kept}"]
     if saved is not None and f": {SpikeError.__name__}: " not in cause:  # which says another way on
-        lines.append(f"to go on: the same command with resume=auto hydra.run.dir={run_dir.path}")
+        folder = f"hydra.run.dir={run_dir.path}"
+        if not re.fullmatch(r"[\w./:@%+=-]+", folder, re.ASCII):  # for the shell, and in it for Hydra
+            folder = f"\"hydra.run.dir='{run_dir.path}'\""
+        lines.append(f"to go on: the same command with resume=auto {folder}")
     logs = sorted(run_dir.logs.glob("rank-*.log")) if run_dir.logs.is_dir() else []
     if logs:
         ranks = "1 rank" if len(logs) == 1 else f"{len(logs)} ranks"

@@ -106,7 +106,7 @@ class RunDir:
         """Makes the folder.
 
         Raises:
-            ConfigError: if it cannot be made or written to.
+            ConfigError: if it, or what a run writes into it, cannot be made or written to.
         """
 
         def make() -> None:
@@ -115,11 +115,15 @@ class RunDir:
             probe.touch(exist_ok=False)
             probe.unlink(missing_ok=True)
 
+        remedy = "Choose a folder that you can write to"
         try:
             retried(make)
         except OSError as error:
-            remedy = "Choose a folder that you can write to"
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
+        for path in (self.metrics, self.windows, self.checkpoints):
+            if os.path.lexists(path) and not (os.access(path, os.W_OK) and path.is_dir() == (path == self.checkpoints)):
+                what = "cannot be written" if path.exists() else "is a link to nothing"
+                raise ConfigError("hydra.run.dir", self.path, f"its {path.name} {what}", remedy)
 
     @property
     def owned(self) -> bool:
@@ -277,7 +281,7 @@ class RunDir:
     def failure(self) -> str:
         """The reason of the first failure of this attempt; empty without one."""
         try:
-            return self._failure.read_text(errors="replace")
+            return self._failure.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
@@ -295,7 +299,7 @@ class RunDir:
         """Replaces the reason of the first failure, of which more is known by now; never raises."""
         if not self.is_foreign():
             with self._turn, suppress(OSError):
-                self._failure.write_text(self.hidden(reason))
+                self._failure.write_text(self.hidden(reason), encoding="utf-8")
                 write_text(self._status, _status(State.FAILED, self.status().get("step", 0), self.hidden(reason)))
 
     def _write_failed(self, reason: str) -> None:

@@ -17,6 +17,7 @@ from tests.support.commands import (
     IMAGES,
     ROOT,
     TRAIN,
+    captured,
     command,
     environment,
     family,
@@ -81,6 +82,21 @@ def _ranks(launcher: int) -> dict[int, int]:
 
 def _is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.heavy
+def test_a_locale_without_letters(tmp_path: Path) -> None:
+    """``LC_ALL=C``, even where Python does not take it for UTF-8: paths, reasons and logs keep their letters."""
+    folder, plain = tmp_path / "größe", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = command(1, TRAIN, [*SETTINGS, f"hydra.run.dir='{folder}'", "resume=auto"])
+    ended = captured(words, PYTHONPATH=str(ROOT), HOW="letters", **plain)
+    assert ended.returncode == 1, ended.stderr
+    assert "resume=auto \"hydra.run.dir='" in ended.stderr
+    assert status(folder)["reason"] == "rank 0: OSError: möglich"
+    assert "möglich" in (folder / "logs" / "rank-0.log").read_text()
+    ended = captured(words, PYTHONPATH=str(ROOT), **plain)
+    assert ended.returncode == 0, ended.stderr
+    assert [record["step"] for record in metrics(folder)] == list(range(1, 10))
 
 
 @pytest.mark.slow

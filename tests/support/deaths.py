@@ -52,6 +52,8 @@ class Dies(Callback):
                 _fill(Path(os.environ["DISK"]))
             case "core":
                 _kill_wandb(os.getpid())
+            case "letters":
+                raise OSError("möglich")
             case "raise":
                 raise OSError(f"GET https://host/?key={self._key}: forbidden")
 

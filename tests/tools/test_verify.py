@@ -154,6 +154,7 @@ def test_names_that_a_terminal_obeys(
     with pytest.raises(ConfigError, match="cannot be written"):
         RunDir(tmp_path / long).make()
     assert len(list(cli._absent([f"hydra.run.dir={tmp_path}/{long}"]))) >= 21
+    assert _said(tmp_path / long, monkeypatch, capsys) == (1, [])
 
 
 def test_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

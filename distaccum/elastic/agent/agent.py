@@ -37,7 +37,6 @@ _LEAVE_S, _LEAVE_FAILED_S = 30.0, 5.0  # for workers of a job that has ended, we
 _LEAVE_UNSEEN_S = 1.0  # for those that were in no view, and may still be starting
 _PRESSED_S = 5.0  # after a second Ctrl-C, for their last words
 _KILL_S = 10.0  # between SIGTERM and SIGKILL
-_GRACE, _GRACE_S = "SHUTDOWN_TIMEOUT", "120"  # to save and leave, once told to
 
 
 class Agent:
@@ -64,7 +63,6 @@ class Agent:
     ) -> None:
         self._settings, self._address, self._command = settings, address, (*command, *settings.overrides)
         self._environment = dict(environment)
-        self._grace_s = float(environment.get(_GRACE, _GRACE_S))
         self._board = Board(store, environment)
         self._check_shape()
         self._check_alone()
@@ -129,7 +127,7 @@ class Agent:
 
     def _leave(self) -> None:
         """Without a store: tells the workers, who are connected all the same, to save and leave, and waits for that."""
-        latest = monotonic() + self._grace_s
+        latest = monotonic() + self._settings.grace_s
         for worker in self._workers.values():
             worker.tell(signal.SIGTERM)
         while self._workers and monotonic() < latest:
@@ -314,7 +312,7 @@ class Agent:
         self._respawns.drop()
         if not self._told:
             self._told = number
-            self._set_deadline(now + self._grace_s)
+            self._set_deadline(now + self._settings.grace_s)
         for worker in self._workers.values():
             worker.has_been_told = number not in (signal.SIGUSR1, signal.SIGUSR2)
             if worker.has_been_told:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from distaccum.config.checks import seconds_of
 from distaccum.errors import ConfigError, near_misses
 
+_GRACE = "SHUTDOWN_TIMEOUT"
 TOKEN = "DISTACCUM_TOKEN"  # noqa: S105  the variable's name
 """The variable with what all processes of a job know, and no stranger: processes of another user cannot read it."""
 _FLAGS = ("--nproc", "--nnodes", "--node-rank", "--rdzv")
@@ -31,6 +32,7 @@ class Settings:
         rejoin: whether a worker that has ended is followed by another.
         least: the fewest ranks that may go on.
         expel_after_s: how long the workers wait for one of theirs that does not answer.
+        grace_s: how long they have to save and leave, once told to: ``SHUTDOWN_TIMEOUT`` of the environment.
         overrides: the workers' command line.
     """
 
@@ -42,6 +44,7 @@ class Settings:
     rejoin: bool = True
     least: int = 1
     expel_after_s: float = 30.0
+    grace_s: float = 120.0
     overrides: tuple[str, ...] = ()
 
     @classmethod
@@ -49,7 +52,7 @@ class Settings:
         """Reads the command line; ``NPROC`` stands for ``--nproc``, as for ``launch/train.sh``.
 
         Raises:
-            ConfigError: a flag or one of the words ``elastic.*`` cannot be; it is a sweep.
+            ConfigError: a flag, a variable or one of the words ``elastic.*`` cannot be; it is a sweep.
         """
         flags, overrides = _split(arguments)
         for word in overrides:
@@ -73,6 +76,7 @@ class Settings:
             rejoin=_choice(_REJOIN, words.get(_REJOIN, "true")),
             least=_number(_LEAST, words.get(_LEAST, "1"), "a number of ranks"),
             expel_after_s=_seconds(words.get(_EXPEL, "30")),
+            grace_s=_grace(environment.get(_GRACE, "120")),
             overrides=overrides,
         )
 
@@ -124,6 +128,12 @@ def _choice(key: str, value: str) -> bool:
     if value.lower() not in ("true", "false"):
         raise ConfigError(key, value, "neither true nor false", "Say which; the agent reads no interpolation")
     return value.lower() == "true"
+
+
+def _grace(value: str) -> float:
+    if not value.replace(".", "", 1).isdecimal():
+        raise ConfigError(_GRACE, value, "is no number of seconds", "Give seconds, as 120")
+    return float(value)
 
 
 def _seconds(value: str) -> float:

@@ -155,6 +155,8 @@ def test_alone_nothing_has_to_be_said() -> None:
     assert Settings.of([], {"NPROC": "3"}).nproc == 3
     with pytest.raises(ConfigError, match=r"^NPROC=some: not a number of processes"):
         Settings.of([], {"NPROC": "some"})
+    with pytest.raises(ConfigError, match=r"^SHUTDOWN_TIMEOUT=2m: is no number of seconds"):
+        Settings.of([], {"SHUTDOWN_TIMEOUT": "2m"})
 
 
 def test_flags_and_overrides_stand_in_any_order() -> None:

@@ -1,6 +1,8 @@
 """What a run finds and cannot use: one line before anything changes, or a warning."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint.store import MANIFEST, _seal
+from distaccum.data import factory
+from distaccum.data.factory import loading_options
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.train.run_dir import RunDir
 from tests.support.runs import settings
 from tests.unit.checkpoint.test_damage import Canary, _torch
 
@@ -65,6 +70,65 @@ def test_extra_state_that_is_a_pickle_is_not_read(how: str, content: str, gloo_w
     after.pop(tmp_path / "run" / "status.json", None)
     before.pop(tmp_path / "run" / "status.json", None)
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "windows.jsonl", "checkpoints"])
+@pytest.mark.parametrize("how", ["is a link to nothing", "cannot be written", "cannot be written, of a kind"])
+@pytest.mark.fault(
+    "`metrics.jsonl` or `checkpoints` in a run directory is another user's, a link to nothing, or of another kind",
+    group="directory",
+    does="exit code 2, nothing changed",
+    says="hydra.run.dir=...: its ... is a link to nothing",
+)
+def test_what_is_another_users_or_nothing(
+    name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
+) -> None:
+    """Its records failed once the ranks had met, or its first checkpoint after minutes of training."""
+    path, access = tmp_path / "run" / name, os.access  # which tells root that all may be written
+    path.parent.mkdir()
+    if how.endswith("nothing"):
+        path.symlink_to(tmp_path / "nowhere")
+    elif (name == "checkpoints") == how.endswith("written"):
+        path.mkdir()
+    else:
+        path.touch()
+    if how.endswith("written"):
+        monkeypatch.setattr(os, "access", lambda of, mode: Path(of) != path and access(of, mode))
+    with pytest.raises(ConfigError) as caught:
+        RunDir(path.parent).make()
+    assert f"its {name} {how.partition(',')[0]}" in str(caught.value)
+    if how.endswith("nothing"):
+        says(str(caught.value))
+    assert [one.name for one in path.parent.iterdir()] == [name]
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.fault(
+    "`/dev/shm` is read-only, with loading processes",
+    group="settings",
+    does="exit code 2, before the process group",
+    says="trainer.num_workers=2: batches travel through ..., which cannot be written. Mount it writable, or use",
+)
+def test_shared_memory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
+) -> None:
+    access = os.access
+    monkeypatch.setattr(factory, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    with pytest.raises(ConfigError) as caught:
+        loading_options(DataSpec(train=DATA), num_workers=2)
+    says(str(caught.value))
+    loading_options(DataSpec(train=DATA), num_workers=0)
+    monkeypatch.setattr(factory.sys, "platform", "darwin")
+    loading_options(DataSpec(train=DATA), num_workers=2)
+
+
+def test_a_path_that_is_too_long_is_none(gloo_world: World, tmp_path: Path) -> None:
+    long = str(tmp_path / ("d" * 300))
+    with pytest.raises(ConfigError, match=r"^resume=.*no such checkpoint folder"):
+        _fit(tmp_path / "run", 1, resume=long)
+    with pytest.raises(ConfigError, match=r"^init_from=.*File name too long"):
+        _fit(tmp_path / "run", 1, init_from=long)
 
 
 BROKEN = [
