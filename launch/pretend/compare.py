@@ -38,17 +38,17 @@ class Counts(Callback):
 
 def _trained(engine: str) -> tuple[list[Tensor], Any]:
     """This rank's weights, and what was counted."""
-    rows = torch.randint(0, 32, (38, 13), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(0, 32, (22, 13), generator=torch.Generator().manual_seed(1))
     data, counts = DataSpec(train=[(row[:-1], row[1:]) for row in rows], description=""), Counts()
     values = {
         "engine": engine,
-        "batch": {"global_size": 10, "micro_size": 2},
-        "trainer": {"max_steps": 6, "eval_every": 0, "log_every": 3, "verify": "never", "backend": "gloo"},
+        "batch": {"global_size": 6, "micro_size": 2},
+        "trainer": {"max_steps": 5, "eval_every": 0, "log_every": 3, "verify": "never", "backend": "gloo"},
         "checkpoint": {"every": 0},
         "metrics": {"console": False, "report": False},
     }
     torch.manual_seed(0)
-    model = GPT(vocab_size=32, seq_len=12, n_layer=2, n_head=2, n_embd=16, dropout=0.1, attention="math")
+    model = GPT(vocab_size=32, seq_len=12, n_layer=1, n_head=2, n_embd=16, dropout=0.1, attention="math")
     with TemporaryDirectory() as folder:
         config = RunConfig.from_dict(values)
         Trainer(model, CrossEntropy(), data, config=config, callbacks=[counts], run_dir=folder).fit()

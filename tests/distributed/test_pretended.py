@@ -18,7 +18,7 @@ DECISION, RECORD = "event.synchronize() at engines/modules.py:read", "copy to th
 PRETENDED: Any = {"script": ROOT / "launch" / "pretend" / "__main__.py", "PYTHONPATH": str(ROOT)}
 WAITS = {"ddp": {DECISION: 4, RECORD: 1}, "zero1": {DECISION: 4, RECORD: 1}, "fsdp2": {DECISION: 3, RECORD: 1}}
 REDUCES = {"ddp": "allreduce_", "zero1": "allreduce_", "fsdp2": "_reduce_scatter_base_"}
-WINDOWS, BLOCKS = 3, {"ddp": 1, "zero1": 1, "fsdp2": 3}
+WINDOWS, BLOCKS = 3, {"ddp": 1, "zero1": 1, "fsdp2": 2}
 
 
 @pytest.fixture(scope="module")
