@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, needs("deepspeed")]
 WORKER = ROOT / "tests" / "distributed" / "workers" / "deepspeed_engine.py"
 # Of a window's gradient: DeepSpeed computes in these types from cast weights on, so their rounding is all there is.
 TOLERANCE = {"fp32": 1e-6, "bf16": 3e-2, "fp16": 2e-3}
-QUICK = ("norms", "reductions", "resume", "refusals", "ends", "older")
+QUICK = ("norms", "padding", "reductions", "resume", "refusals", "ends", "older")
 SLOW = ("variants", "offload", "accumulation", "given_up")
 
 
@@ -78,6 +78,10 @@ def test_a_window_that_is_given_up_leaves_nothing(found: Mapping[str, Any]) -> N
 def test_every_rank_is_told_the_norm_of_each_whole_gradient(quick: Mapping[str, Any]) -> None:
     assert len(quick["norms"]) == 4
     assert max(quick["norms"].values()) <= 1e-6
+
+
+def test_what_fills_slices_up_is_no_memory_as_it_was_found(quick: Mapping[str, Any]) -> None:
+    assert not quick["padding"]
 
 
 def test_one_reduction_a_window(quick: Mapping[str, Any]) -> None:

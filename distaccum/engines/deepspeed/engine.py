@@ -113,8 +113,7 @@ class DeepSpeedEngine(Engine):
             )[0]
         self._weights.restore(self._engine)
         self._stage = stage
-        self._gradients = internals.gradients_of(self._engine, parameters)
-        internals.check(self._engine, self._gradients, deepspeed.__version__)
+        self._gradients = internals.gradients_of(self._engine, parameters, deepspeed.__version__)
         self._edited = EditedWeights(self._engine, self._gradients, self._trained)
         self._groups.show(state_is_whole=not facts.steps_parts, copies=facts.steps_parts)
         for parameter in self._trained:

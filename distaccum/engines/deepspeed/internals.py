@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import import_module
 from inspect import unwrap
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -308,14 +308,35 @@ def _linked(flats: Any, groups: Any) -> Iterator[Flat]:
         yield Flat(flat, pieces)
 
 
-def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
-    """The gradients of the wrapper that DeepSpeed chose for a stage and a precision."""
+def gradients_of(engine: Any, trained: Mapping[str, nn.Parameter], version: str) -> Gradients:
+    """The gradients of the wrapper that DeepSpeed chose for a stage and a precision.
+
+    Raises:
+        ConfigError: that wrapper lacks a name that is used here.
+    """
+    gradients = _gradients_of(engine, trained)
+    _check(engine, gradients, version)
+    if isinstance(gradients, ParameterShards):
+        _clear_padding(gradients)
+    return gradients
+
+
+def _gradients_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> Gradients:
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
         return MasterCopies(engine)
     if stage == 0:
         return Replicated(engine, trained)
     return ParameterShards(engine) if hasattr(optimizer, "fp16_groups") else Partitions(engine)
+
+
+def _clear_padding(gradients: Gradients) -> None:
+    """Zeroes what fills slices up to one size: it is memory as it was found, whose NaN a sum over a slice meets."""
+    for (own, master), flat in zip(gradients.masters(), gradients.flats(), strict=True):
+        for parameter, start, _, numel in flat.pieces:
+            padding = slice(start + numel, start + int(cast(Any, parameter).ds_tensor.ds_numel))
+            own[padding].zero_()
+            master[padding].zero_()
 
 
 _OF_ENGINE = (
@@ -363,8 +384,7 @@ def forget_left_group(deepspeed: Any) -> None:
         numbers[:] = [0]
 
 
-def check(engine: Any, gradients: Gradients, version: str) -> None:
-    """Raises ConfigError where the wrapper that DeepSpeed chose lacks a name that is used here."""
+def _check(engine: Any, gradients: Gradients, version: str) -> None:
     wrapper, wanted = engine.optimizer, list(gradients.names)
     if getattr(wrapper, "cpu_offload", False) or getattr(wrapper, "offload_optimizer", False):
         wanted += getattr(gradients, "offload_names", ())

@@ -374,6 +374,21 @@ def norms(world: World) -> Any:
 
 
 @part
+def padding(world: World) -> Any:
+    """Whether sums over slices are numbers, where memory as it was found holds NaN."""
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for precision in ("fp32", "bf16"):
+        engine = wrap(world, 3, precision, lambda p: SGD(p, lr=LR))
+        named: Any = engine.unwrapped_model.named_parameters()
+        nothing = {name: torch.zeros(int(p.ds_tensor.ds_numel)) for name, p in named}
+        with engine.probe.shifted(nothing, 1.0) as moved:
+            found += [float(by.abs().sum()) for by in moved.values()]
+    torch.use_deterministic_algorithms(False)
+    return any(world.all_reduce_host([float(sum(found) != 0.0)]))
+
+
+@part
 def reductions(world: World) -> Any:
     """By micro-step of a window of three, the replays before it, and the step."""
     found = {}
