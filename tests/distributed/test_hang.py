@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distaccum.distributed.watchdog import DIED, trouble_of
 from distaccum.tools.stragglers import WINDOWS
 from tests.support import commands
-from tests.support.commands import GOES_WRONG, ROOT, captured, environment, family, logged, metrics, status, until
+from tests.support.commands import GOES_WRONG, ROOT, captured, metrics, status
+from tests.support.started import Started
 
 pytestmark = pytest.mark.slow
 LOCAL = ROOT / "launch" / "local.py"
@@ -22,49 +21,13 @@ ENDLESS = (*SETTINGS, "trainer.max_steps=1000000", "checkpoint.every=100000", "+
 AFTER_FAILURE_S = 30  # what torchrun gives the others when a worker has failed
 
 
-class Run:
-    """A run of two ranks under ``launch/local.py``, all of whose processes have to be gone at the end."""
-
-    def __init__(self, run_dir: Path, *arguments: object, grace_s: int = 5) -> None:
-        self.run_dir, self.log = run_dir, run_dir.with_suffix(".out")
-        command = [sys.executable, str(LOCAL), *map(str, arguments), f"hydra.run.dir={run_dir}"]
-        extra = {"NPROC": "2", "PYTHONPATH": str(ROOT), "SHUTDOWN_TIMEOUT": str(grace_s)}
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen(
-                command, env=environment(**extra), stdout=file, stderr=file, start_new_session=True
-            )
-        self._seen: set[int] = set()
-
-    def await_records(self, number: int) -> list[int]:
-        """The launcher and its workers, once so many windows are logged."""
-        until(lambda: logged(self.run_dir) >= number or self.process.poll() is not None, told=self.log.read_text)
-        assert self.process.poll() is None, self.log.read_text()
-        self._seen |= set(family(self.process.pid))
-        return [self.process.pid, *sorted(self.workers())]
-
-    def workers(self) -> list[int]:
-        return [pid for pid in family(self.process.pid)[1:] if os.getsid(pid) == pid]
-
-    def end(self, within_s: float) -> int:
-        """The exit code; fails if it takes longer, or if a process is left."""
-        deadline = time.monotonic() + within_s
-        try:
-            while self.process.poll() is None:
-                self._seen |= set(family(self.process.pid))
-                assert time.monotonic() < deadline, self.log.read_text()
-                time.sleep(0.1)
-            until(lambda: all(trouble_of(pid) == DIED for pid in self._seen - {self.process.pid}), 10)
-        finally:
-            for pid in self._seen | {self.process.pid}:
-                if trouble_of(pid) != DIED:
-                    os.kill(pid, signal.SIGKILL)
-        return self.process.wait()
-
-    def stacks(self) -> dict[str, str]:
-        return {file.name: file.read_text() for file in (self.run_dir / "hang").glob("*.txt")}
+def start(run_dir: Path, *arguments: str, grace_s: int = 5) -> Started:
+    """On two ranks, by ``launch/local.py``."""
+    extra = {"NPROC": "2", "PYTHONPATH": str(ROOT), "SHUTDOWN_TIMEOUT": str(grace_s)}
+    return Started(run_dir, [sys.executable, str(LOCAL), *arguments], **extra)
 
 
-def _said(run: Run) -> str:
+def _said(run: Started) -> str:
     """The one line about it, which stands in ``status.json`` as well."""
     (line,) = (line for line in run.log.read_text().splitlines() if "no rank has made progress" in line)
     found = status(run.run_dir)
@@ -76,11 +39,11 @@ def _said(run: Run) -> str:
 @pytest.mark.heavy
 @pytest.mark.fault("a loading process is stopped")
 def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, says: Callable[[str], None]) -> None:
-    run = Run(tmp_path / "run", *SETTINGS, "+data.how=stop", "trainer.num_workers=1", "trainer.hang_timeout=3s")
+    run = start(tmp_path / "run", *SETTINGS, "+data.how=stop", "trainer.num_workers=1", "trainer.hang_timeout=3s")
     run.await_records(4)
     assert run.end(within_s=60) != 0
     says(_said(run))
-    stacks = run.stacks()
+    stacks = {file.name: file.read_text() for file in (run.run_dir / "hang").glob("*.txt")}
     assert set(stacks) == {"rank-0.txt", "rank-1.txt"}
     assert "all_reduce_host" in stacks["rank-0.txt"]
     assert "_try_get_data" in stacks["rank-1.txt"]
@@ -91,8 +54,9 @@ def test_a_loading_process_that_stops_is_named_with_its_rank(tmp_path: Path, say
 def test_told_to_leave_while_a_rank_hangs_it_does_not_wait_for_its_timeout(
     tmp_path: Path, says: Callable[[str], None]
 ) -> None:
-    run = Run(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=auto", grace_s=30)
-    launcher, _, second = run.await_records(20)
+    run = start(tmp_path / "run", *ENDLESS, "trainer.hang_timeout=auto", grace_s=30)
+    launcher, *others = run.await_records(20)
+    second = sorted(pid for pid in others if os.getsid(pid) == pid)[1]
     time.sleep(3)  # until the pauses of a few windows are measured
     os.kill(second, signal.SIGSTOP)
     began = time.monotonic()
@@ -111,7 +75,7 @@ def test_a_pause_that_is_no_hang_ends_nothing(tmp_path: Path, setting: str) -> N
     """Five seconds before the first window, of which ten times the limit is allowed; and later within it."""
     limit = "trainer.hang_timeout=2s" if setting.endswith("=0") else "trainer.hang_timeout=8s"
     once = f"+data.once={tmp_path / 'once'}"
-    run = Run(tmp_path / "run", *SETTINGS, "+data.how=sleep", setting, once, limit, "trainer.max_steps=20")
+    run = start(tmp_path / "run", *SETTINGS, "+data.how=sleep", setting, once, limit, "trainer.max_steps=20")
     assert run.end(within_s=120) == 0, run.log.read_text()
     assert status(run.run_dir)["state"] == "done"
     assert not (run.run_dir / "hang").exists()

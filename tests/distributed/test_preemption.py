@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +11,9 @@ from typing import Any
 import pytest
 
 from distaccum.checkpoint.store import CheckpointStore
-from distaccum.distributed.watchdog import DIED, trouble_of
 from tests.support import wide
-from tests.support.commands import (
-    ROOT,
-    SIXTY,
-    TRAIN,
-    command,
-    environment,
-    family,
-    logged,
-    metrics,
-    status,
-    succeed,
-    until,
-)
+from tests.support.commands import ROOT, SIXTY, TRAIN, command, metrics, status, succeed
+from tests.support.started import Started
 
 SETTINGS = (*SIXTY, "checkpoint.every=25")
 ENDLESS = (*SETTINGS, "trainer.max_steps=100000", "trainer.eval_every=0")
@@ -34,43 +21,8 @@ EXACT = ("step", "window", "epoch", "loss", "grad_norm", "lr", "samples", "token
 GONE_S = 45  # torchrun gives its workers 30
 
 
-class Started:
-    """A run in the background, and all processes of it that there ever were."""
-
-    def __init__(self, run_dir: Path, *arguments: object, world: int, **extra: str) -> None:
-        self.run_dir = run_dir
-        self.log = run_dir.with_suffix(".out")
-        self._found = logged(run_dir)
-        with self.log.open("w") as file:
-            self.process = subprocess.Popen(
-                command(world, TRAIN, [*arguments, f"hydra.run.dir={run_dir}"]),
-                env=environment(**extra),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    def await_records(self, number: int) -> None:
-        """Waits until so many are logged, and one of this process's own."""
-        number = max(number, self._found + 1)
-        until(lambda: logged(self.run_dir) >= number or self.process.poll() is not None, pause_s=0.002)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def family(self) -> list[int]:
-        """The launcher, its workers, and what they have started."""
-        return family(self.process.pid)
-
-    def end(self, pids: list[int]) -> int:
-        """Waits until all these processes are gone; returns the first one's exit code."""
-        deadline = time.monotonic() + GONE_S
-        try:
-            while left := [pid for pid in pids if self.process.poll() is None or trouble_of(pid) != DIED]:
-                assert time.monotonic() < deadline, f"still there: {left}\n{self.log.read_text()}"
-                time.sleep(0.05)
-        finally:
-            for pid in pids:
-                if trouble_of(pid) != DIED:
-                    os.kill(pid, signal.SIGKILL)
-        return self.process.wait()
+def start(run_dir: Path, *arguments: object, world: int, **extra: str) -> Started:
+    return Started(run_dir, command(world, TRAIN, arguments), **extra)
 
 
 def _exact(run_dir: Path) -> list[list[Any]]:
@@ -79,11 +31,9 @@ def _exact(run_dir: Path) -> list[list[Any]]:
 
 def _preempt(run_dir: Path, records: int, number: signal.Signals, *arguments: object, world: int, **extra: str) -> None:
     """Sends the signal to one worker (to the only process, of one) once so many records are there."""
-    started = Started(run_dir, *arguments, world=world, **extra)
-    started.await_records(records)
-    pids = started.family()
-    os.kill(pids[-1], number)
-    assert started.end(pids) == 0, started.log.read_text()
+    started = start(run_dir, *arguments, world=world, **extra)
+    os.kill(started.await_records(records)[-1], number)
+    assert started.end(GONE_S) == 0, started.log.read_text()
     assert f"preempted ({number.name}): {status(run_dir)['step']} of 60 steps" in started.log.read_text()
 
 
@@ -147,13 +97,12 @@ def test_nobody_is_left_behind(tmp_path: Path, whom: str, number: signal.Signals
     """With loading processes, which are in the workers' process groups, and W&B's process beside them."""
     run_dir = tmp_path / "run"
     settings = [setting for setting in ENDLESS if setting != "metrics=jsonl"]
-    started = Started(run_dir, *settings, "trainer.num_workers=1", world=2)
-    started.await_records(5)
-    pids = started.family()
+    started = start(run_dir, *settings, "trainer.num_workers=1", world=2)
+    pids = started.await_records(5)
     assert len(pids) >= 5  # torchrun, two workers, two that load
     workers = [pid for pid in pids[1:] if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
     os.kill(pids[0] if whom == "launcher" else workers[1], number)
-    exit_code = started.end(pids)
+    exit_code = started.end(GONE_S)
     newest = CheckpointStore(run_dir / "checkpoints", keep=0).newest_valid()
     found = status(run_dir)
     if (whom, number) == ("worker", signal.SIGKILL):
@@ -186,10 +135,8 @@ def test_preempted_without_checkpoints_says_so(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_a_sweep_that_is_preempted_ends(tmp_path: Path) -> None:
     where = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=${seed}")
-    started = Started(tmp_path / "1", "-m", *ENDLESS, "seed=1,2", *where, world=2)
-    started.await_records(3)
-    pids = started.family()
-    os.kill(pids[-1], signal.SIGUSR1)
-    assert started.end(pids) == 0, started.log.read_text()
+    started = start(tmp_path / "1", "-m", *ENDLESS, "seed=1,2", *where, world=2)
+    os.kill(started.await_records(3)[-1], signal.SIGUSR1)
+    assert started.end(GONE_S) == 0, started.log.read_text()
     assert status(tmp_path / "1")["state"] == "preempted"
     assert not (tmp_path / "2").exists()

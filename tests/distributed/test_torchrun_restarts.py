@@ -48,15 +48,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _agent(log: Path, run_dir: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *options,
-        str(TRAIN),
-        *SETTINGS,
-        f"hydra.run.dir={run_dir}",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(TRAIN), *SETTINGS]
+    command.append(f"hydra.run.dir={run_dir}")
     with log.open("w") as file:
         return subprocess.Popen(command, env=environment(PYTHONPATH=str(ROOT)), stdout=file, stderr=subprocess.STDOUT)
 
