@@ -74,12 +74,7 @@ def test_extra_state_that_is_a_pickle_is_not_read(how: str, content: str, gloo_w
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "windows.jsonl", "checkpoints"])
 @pytest.mark.parametrize("how", ["is a link to nothing", "cannot be written", "cannot be written, of a kind"])
-@pytest.mark.fault(
-    "`metrics.jsonl` or `checkpoints` in a run directory is another user's, a link to nothing, or of another kind",
-    group="directory",
-    does="exit code 2, nothing changed",
-    says="hydra.run.dir=...: its ... is a link to nothing",
-)
+@pytest.mark.fault("`metrics.jsonl` or `checkpoints` in a run directory is another user's, a link to nothing")
 def test_what_is_another_users_or_nothing(
     name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
 ) -> None:
@@ -103,12 +98,7 @@ def test_what_is_another_users_or_nothing(
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.fault(
-    "`/dev/shm` is read-only, with loading processes",
-    group="settings",
-    does="exit code 2, before the process group",
-    says="trainer.num_workers=2: batches travel through ..., which cannot be written. Mount it writable, or use",
-)
+@pytest.mark.fault("`/dev/shm` is read-only, with loading processes")
 def test_shared_memory_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
 ) -> None:
