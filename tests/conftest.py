@@ -26,6 +26,13 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts twelve other files after each of Slurm's: these wait, and side by side they leave the processors idle."""
     files = {item.path: item.path.parent.name == "slurm" for item in items}

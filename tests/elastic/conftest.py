@@ -1,20 +1,10 @@
 """What several files of elastic runs compare with."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.elastic_runs import References, undisturbed
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    import torch  # noqa: PLC0415  seconds, which tests of agents have no need of
-
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 The truth shares with distaccum what a user brings, and the order of the samples (``Shuffle``, tested on its own).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -138,13 +138,6 @@ def truth(name: str, size: int, global_size: int) -> list[Tensor]:
         gradients = torch.autograd.grad(mean(loss, model, batch), list(model.parameters()))
         found.append(torch.cat([gradient.flatten() for gradient in gradients]))
     return found
-
-
-def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest relative error of a window's gradient, in the 2-norm; infinite if there are more or fewer windows."""
-    if len(found) != len(expected):
-        return float("inf")
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
 def gradient_at(name: str, weights: Mapping[str, Tensor], batch: Batch) -> tuple[dict[str, Tensor], float]:

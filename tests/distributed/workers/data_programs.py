@@ -139,76 +139,57 @@ class WithLength(Lines):
         return SAMPLES // self.size
 
 
-class Flipped(Rows):
-    """Augmented by a generator of its own, another one on each rank: one of two forms of each sample."""
+class Made(Rows):
+    """Each sample is what a function makes of its index."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, make: Callable[[int], Any]) -> None:
         super().__init__()
-        self.random = random.Random(rank)  # noqa: S311
+        self._make = make
 
     def __getitem__(self, index: int) -> Any:
-        return row(index) | {"flip": torch.full((40,), self.random.choice([-1.0, 1.0]))}
+        return self._make(index)
 
 
-class Dropped(Rows):
+def flipped(rank: int) -> Rows:
+    """Augmented by a generator of its own, another one on each rank: one of two forms of each sample."""
+    draw = random.Random(rank)  # noqa: S311
+    return Made(lambda index: row(index) | {"flip": torch.full((40,), draw.choice([-1.0, 1.0]))})
+
+
+def dropped(index: int) -> Any:
     """Augmented by torch's global generator."""
-
-    def __getitem__(self, index: int) -> Any:
-        return row(index) | {"noise": torch.rand(5)}
+    return row(index) | {"noise": torch.rand(5)}
 
 
-class Lazy(Rows):
+def lazy(index: int) -> Any:
     """Opens its file in a loading process, as for HDF5: a sample loaded before would be read through one handle."""
-
-    def __getitem__(self, index: int) -> Any:
-        assert get_worker_info() is not None
-        return row(index)
+    assert get_worker_info() is not None
+    return row(index)
 
 
-class Decoded(Rows):
+def decoded(rank: int) -> Rows:
     """By another version of a decoder on each rank: floats and bytes are rounded differently."""
 
-    def __init__(self, rank: int) -> None:
+    def make(index: int) -> Any:
+        image = (torch.arange(100) + index + rank).to(torch.uint8)
+        return row(index) | {"sound": X[index] * (1 + 1e-4 * rank), "image": image}
+
+    return Made(make)
+
+
+class Trouble(Rows):
+    """Of rank 1 alone, at a sample: it stops answering, or raises."""
+
+    def __init__(self, rank: int, at: int, stalls_s: float = 0.0) -> None:
         super().__init__()
-        self.rank = rank
-
-    def __getitem__(self, index: int) -> Any:
-        image = (torch.arange(100) + index + self.rank).to(torch.uint8)
-        return row(index) | {"sound": X[index] * (1 + 1e-4 * self.rank), "image": image}
-
-
-class Timed(Rows):
-    """Each sample says when it was loaded."""
-
-    def __getitem__(self, index: int) -> Any:
-        return row(index) | {"loaded": time.time_ns()}
-
-
-class Stalls(Rows):
-    """Stops answering on rank 1."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.left = rank, 8
+        self.left, self.stalls_s = at if rank == 1 else -1, stalls_s
 
     def __getitem__(self, index: int) -> Any:
         self.left -= 1
-        if self.rank == 1 and not self.left:
-            time.sleep(30)
-        return row(index)
-
-
-class FailsOnce(Rows):
-    """Raises on rank 1 alone, in the second window."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank, self.left = rank, 12
-
-    def __getitem__(self, index: int) -> Any:
-        self.left -= 1
-        if self.rank == 1 and not self.left:
+        if self.left == 0 and not self.stalls_s:
             raise OSError("the disk of rank 1 is gone")
+        if self.left == 0:
+            time.sleep(self.stalls_s)
         return row(index)
 
 
@@ -300,11 +281,11 @@ PROGRAMS: dict[str, Program] = {
         world, sampler=DistributedSampler(Rows(), num_replicas=world.size, rank=world.rank)
     ),
     "map: datasets": lambda world: loader(world, hugging_face(), shuffle=True),
-    "map: flipped": lambda world: loader(world, Flipped(world.rank)),
-    "map: flipped by workers": lambda world: loader(world, Dropped(), num_workers=1),
-    "map: lazy": lambda world: loader(world, Lazy(), num_workers=1),
-    "map: decoded": lambda world: loader(world, Decoded(world.rank)),
-    "map: timed": lambda world: Timed(),
+    "map: flipped": lambda world: loader(world, flipped(world.rank)),
+    "map: flipped by workers": lambda world: loader(world, Made(dropped), num_workers=1),
+    "map: lazy": lambda world: loader(world, Made(lazy), num_workers=1),
+    "map: decoded": lambda world: loader(world, decoded(world.rank)),
+    "map: timed": lambda world: Made(lambda i: row(i) | {"loaded": time.time_ns()}),  # says when
     "map: split with a seed": lambda world: random_split(Rows(), [SAMPLES, 0], torch.Generator().manual_seed(1))[0],
     "map: loader in a DataSpec": lambda world: DataSpec(train=loader(world, shuffle=True)),
     # What is refused, by every rank
@@ -318,8 +299,8 @@ PROGRAMS: dict[str, Program] = {
     "bad stream: rank 1 fails": lambda world: Again(partial(fails_in_stream, world)),
     "bad stream: None": lambda world: Again(lambda: itertools.chain(map(_as_dict, batches(world)), [None])),
     "bad stream: datasets not split": lambda world: loader(world, hugging_face_stream(world, split=False)),
-    "bad map: rank 1 fails": lambda world: FailsOnce(world.rank),
-    "bad map: rank 1 stalls": lambda world: loader(world, Stalls(world.rank), num_workers=1, timeout=1),
+    "bad map: rank 1 fails": lambda world: Trouble(world.rank, 12),  # in the second window
+    "bad map: rank 1 stalls": lambda world: loader(world, Trouble(world.rank, 8, 30.0), num_workers=1, timeout=1),
     "bad map: unsorted listing": lambda world: Rows(random.Random(world.rank).sample(range(SAMPLES), SAMPLES)),  # noqa: S311
     "bad map: collate gives None": lambda world: loader(world, collate_fn=partial(nothing_on_rank_1, rank=world.rank)),
     "bad map: other lengths": lambda world: Rows(range(SAMPLES - world.rank)),

@@ -449,13 +449,6 @@ class _Raises(WindowHook):
         self._at("close")
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("runs", [True, False], ids=["step", "accumulate"])
 @pytest.mark.parametrize("event", ["before_step", "after_step"])

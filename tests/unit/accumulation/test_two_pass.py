@@ -20,7 +20,7 @@ from distaccum.distributed.random import KeyedRandom
 from distaccum.errors import ConfigError, MisuseError, PeerError, ResourceError, VerificationError
 from distaccum.testing.counters import OperationCounter
 from distaccum.tools.diagnose import diagnose
-from tests.support import compared
+from tests.support import compared, matrix
 from tests.support.threads import on_ranks
 
 GLOBAL = 12
@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_whole_window(name: str, ranks: int, micro: 
         return found
 
     for found, own_losses in on_ranks(ranks, rank):
-        assert compared.error(found, truth) <= EXACT
+        assert matrix.error(found, truth) <= EXACT
         assert own_losses == pytest.approx(losses, rel=1e-12)
 
 
@@ -100,7 +100,7 @@ def test_plain_accumulation_is_wrong(gloo_world: World, name: str, least: float)
     loss, model = compared.LOSSES[name](), make_model(name)
     acc = accumulator(gloo_world, model, loss, verify="never")
     found, _ = gradients(acc, model, compared.ByMicroBatch(loss), compared.samples(29))
-    assert compared.error(found, compared.truth(name, 29, GLOBAL)) > least
+    assert matrix.error(found, compared.truth(name, 29, GLOBAL)) > least
 
 
 @pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
@@ -196,7 +196,7 @@ def test_both_passes_draw_the_same(gloo_world: World, keyed: bool) -> None:
     torch.manual_seed(8)
     da.run_window(engine, window, loss)
     found = before - flat(model)
-    assert compared.error([found], [torch.cat([part.flatten() for part in expected])]) <= EXACT
+    assert matrix.error([found], [torch.cat([part.flatten() for part in expected])]) <= EXACT
     assert float(model.forwards) == len(window.micro_batches)  # as if each had run once
     assert (random.random(), np.random.rand(), torch.rand(1)) == drawn  # noqa: NPY002, S311
 
@@ -231,7 +231,7 @@ def test_a_compiled_model(gloo_world: World, name: str) -> None:
     config = CompileConfig(name=name, backend="eager", blocks=["image", "text"] if name == "blocks" else [])
     acc = accumulator(gloo_world, model, loss, compile=config)
     found, _ = gradients(acc, model, loss, compared.samples(29))
-    assert compared.error(found, compared.truth("contrast", 29, GLOBAL)) <= EXACT
+    assert matrix.error(found, compared.truth("contrast", 29, GLOBAL)) <= EXACT
     assert "agrees with plain autograd" in acc.verified
     acc.close()
 
@@ -271,7 +271,7 @@ def test_windows_that_are_run_in_parts(gloo_world: World) -> None:
     acc.engine.memory_marks.fail(Shape(*shape_of(compared.windows(5, 5)[0])))
     found, _ = gradients(acc, model, loss, compared.samples(12))
     assert loss.seen == [2, 3, 2, 3, 2] * 2
-    assert compared.error(found, compared.truth("contrast", 12, GLOBAL)) <= EXACT
+    assert matrix.error(found, compared.truth("contrast", 12, GLOBAL)) <= EXACT
 
 
 # ------------------------------------------------------------------------------------------ number formats
@@ -312,7 +312,7 @@ def test_representations_of_16_bits_are_compared_in_fp32(gloo_world: World, prec
     for batch in compared.windows(24, GLOBAL):
         every = torch.autograd.grad(wide(wide.represent(whole, batch)) / GLOBAL, list(whole.parameters()))
         truth.append(torch.cat([each.flatten() for each in every]))
-    assert compared.error(found, truth) <= 8 * 2.0 ** (-8 if precision == "bf16" else -11)
+    assert matrix.error(found, truth) <= 8 * 2.0 ** (-8 if precision == "bf16" else -11)
 
 
 @pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")
@@ -329,7 +329,7 @@ def test_the_loss_scale_of_fp16_is_taken_off() -> None:
         return found
 
     for found in on_ranks(2, rank):
-        assert compared.error(found, truth) <= 8 * 2.0**-11
+        assert matrix.error(found, truth) <= 8 * 2.0**-11
 
 
 # ------------------------------------------------------------------------------------------ refused
@@ -439,7 +439,7 @@ def test_what_cannot_be_called_with_all_of_it_twice_trains(gloo_world: World) ->
     loss, model = OfTwelve(), make_model("contrast")
     acc = accumulator(gloo_world, model, loss)
     found, _ = gradients(acc, model, loss, compared.samples(24))
-    assert compared.error(found, compared.truth("contrast", 24, GLOBAL)) <= EXACT
+    assert matrix.error(found, compared.truth("contrast", 24, GLOBAL)) <= EXACT
 
 
 class FailsOn(compared.Contrast):
@@ -549,7 +549,7 @@ def test_the_micro_batch_is_rehearsed(gloo_world: World, caplog: pytest.LogCaptu
         found, _ = gradients(acc, model, loss, compared.samples(24))
     assert acc.rehearsal is not None
     assert acc.rehearsal.micro_size in (1, 2, 4, 8)
-    assert compared.error(found, compared.truth("balanced", 24, GLOBAL)) <= EXACT
+    assert matrix.error(found, compared.truth("balanced", 24, GLOBAL)) <= EXACT
     assert not caplog.records
 
 

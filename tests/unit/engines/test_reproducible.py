@@ -39,13 +39,6 @@ def world() -> Iterator[World]:
         yield opened
 
 
-@pytest.fixture
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def model_of(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 1))
 
@@ -129,7 +122,7 @@ def test_a_loop_of_your_own_needs_what_bits_depend_on(world: World) -> None:
         Accumulator(model, SGD(model.parameters(), 0.1), **(SIZES | {"count": None}), **given)
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_streams_have_no_units(world: World) -> None:
     model = model_of()
     acc = Accumulator(model, SGD(model.parameters(), 0.1), **SIZES, numerics="reproducible", world=world)
@@ -187,7 +180,7 @@ class Generating(nn.Module):
 BUFFER, AGAIN = "a forward has changed the buffer seen", "the loss of a micro-batch is another one a second time"
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("kind", "verify", "said"),
     [
@@ -227,7 +220,7 @@ class GlobalNoise(OwnNoise):
         return torch.full((3,), i + random.random()) + torch.randn(3) + float(np.random.standard_normal())  # noqa: NPY002, S311
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_noise_that_a_dataset_keeps_is_found(world: World, workers: int) -> None:
     model = model_of()
@@ -239,7 +232,7 @@ def test_noise_that_a_dataset_keeps_is_found(world: World, workers: int) -> None
         acc.close()
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_buffer_may_be_set_before_a_windows_first_micro_step(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 1))
     model.register_buffer("temperature", torch.ones(()))
@@ -253,7 +246,7 @@ def test_a_buffer_may_be_set_before_a_windows_first_micro_step(world: World) -> 
 
 
 @pytest.mark.filterwarnings("ignore:precision=fp16")
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_loss_scale_falls_for_a_window_that_is_abandoned_on_one_rank_alone(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 1))
     given: dict[str, Any] = {"numerics": "reproducible", "world": world, "precision": "fp16"}
@@ -264,7 +257,7 @@ def test_a_loss_scale_falls_for_a_window_that_is_abandoned_on_one_rank_alone(wor
     assert float(acc.engine.loss_scale) == before / 2
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_plan_and_an_engine_agree(world: World) -> None:
     model = model_of()
     engine = create_engine(model, SGD(model.parameters(), 0.1), world)
@@ -273,7 +266,7 @@ def test_a_plan_and_an_engine_agree(world: World) -> None:
         engine.begin_window(4, window.assignment)
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_a_window_that_nobody_has_dealt_is_refused(world: World) -> None:
     model = model_of()
     engine = create_engine(model, SGD(model.parameters(), 0.1), world, numerics="reproducible")
@@ -282,7 +275,7 @@ def test_a_window_that_nobody_has_dealt_is_refused(world: World) -> None:
         engine.backward(engine.model(torch.ones(2, 3)).sum())
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 def test_helpers_and_an_accumulator_compute_the_same_bits(world: World) -> None:
     data, found = DataSpec(train=list(torch.randn(20, 3))), []
     for level in (1, 2):
@@ -320,7 +313,7 @@ def test_counts_that_are_no_whole_numbers_add_up_to_one_number_in_any_order(worl
     assert len(plain) > 1
 
 
-@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("virtual_ranks", [1, 3, 32])
 def test_the_gradient_is_the_whole_batchs(world: World, virtual_ranks: int) -> None:
     model = model_of(nn.Tanh())
