@@ -48,8 +48,8 @@ def test_the_main_job_goes_on_from_a_checkpoint_with_the_cpus_weights(tmp_path: 
 
 
 def test_the_tests_of_a_gpu_pass_on_it(tmp_path: Path) -> None:
-    files = [ROOT / "tests" / "gpu" / f"test_{name}.py" for name in ("boundary", "engines")]
-    chosen = "between or overflow or (every_engine and fp32 and fsdp2)"
+    files = [ROOT / "tests" / "gpu" / f"test_{name}.py" for name in ("boundary", "engines", "pretended")]
+    chosen = "pretended or between or overflow or (every_engine and fp32 and fsdp2 and not held and not checkpoint)"
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'own'}", "-m", "gpu", "-k", chosen]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what the server has imported
     succeed("pytest", *options, *files, cwd=ROOT, timeout=600, **PRETENDED)
