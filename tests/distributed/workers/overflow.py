@@ -17,6 +17,7 @@ from distaccum import functional as da
 from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.errors import NonFiniteError
 from distaccum.precision.scaler import LossScaler
+from tests.support.accumulators import Of
 from tests.support.answers import give
 
 MICRO_SIZE, MICRO_STEPS = 2, 3
@@ -63,14 +64,11 @@ class Branches(nn.Module):
         return torch.cat([self.a(batch["a"]), self.b(batch["b"])], 1)
 
 
-class Squares:
-    """A sum of squared errors over the samples."""
-
-    def count(self, batch: Sample) -> int:
-        return len(batch["target"])
-
-    def __call__(self, model: nn.Module, batch: Sample) -> Tensor:
-        return (model(batch).float() - batch["target"]).square().sum()
+# A sum of squared errors over the samples.
+SQUARES = Of(
+    lambda model, batch: (model(batch).float() - batch["target"]).square().sum(),
+    count=lambda batch: len(batch["target"]),
+)
 
 
 def samples_of(windows: Sequence[tuple[int, str]], world: World, case: Case) -> list[Sample]:
@@ -168,7 +166,7 @@ def by_hand(
     **options: Any,
 ) -> None:
     """Level 1, which leaves rates alone."""
-    loss = Squares()
+    loss = SQUARES
     engine = da.create_engine(model, optimizers, world, **options)
     windows = da.plan_windows(
         source, world, count=loss.count, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size
@@ -190,7 +188,7 @@ def by_accumulator(
     model: nn.Module, optimizers: list[Optimizer], source: DataSpec, records: Records, *, scheduler: str, **options: Any
 ) -> None:
     """Level 2, with a schedule of ours, or one of torch's for each optimizer."""
-    loss, gamma = Squares(), 0.5
+    loss, gamma = SQUARES, 0.5
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, gamma) for one in optimizers]
     rates: Any = {"schedule": lambda step: gamma**step} if scheduler == "ours" else {"scheduler": schedulers}
     options |= {"nonfinite": "skip", "verify": "never"}
@@ -259,7 +257,7 @@ def overflow_for_ever(world: World, *, by: str, **options: Any) -> dict[str, Any
     case = Case(2, "fp16", (True, True), "b", 1, world.size - 1, float("inf"), "ours")
     windows = [(0, GOOD)] + [(i, BAD) for i in range(1, 201)] + [(201, GOOD), (202, GOOD)]
     model, optimizers = make(case.fused)
-    source, loss = source_of(windows, world, case), Squares()
+    source, loss = source_of(windows, world, case), SQUARES
     acc = Accumulator(
         model,
         optimizers,

@@ -12,21 +12,12 @@ from distaccum.config.precision import PrecisionConfig, ScalerConfig
 from distaccum.distributed.world import World
 from distaccum.engines.modules import HostCopy
 from distaccum.errors import MisuseError, NonFiniteError
-from tests.support.accumulators import over_sgd, weights
+from tests.support.accumulators import Of, over_sgd, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # fp16 is slow on a CPU
 SIZE = 4
-
-
-class Squares:
-    """Of two layers' output; sample 0 of a batch tells by what to multiply it."""
-
-    def count(self, batch: Tensor) -> int:
-        return len(batch)
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch[:, :3]) * batch[:, 3:]).square().sum()
-        return total
+# Of two layers' output; sample 0 of a batch tells by what to multiply it.
+SQUARES = Of(lambda model, batch: (model(batch[:, :3]) * batch[:, 3:]).square().sum())
 
 
 def _data(bad: set[int], windows: int = 6) -> list[Tensor]:
@@ -54,7 +45,7 @@ def _accumulator(world: World, *, fused: bool = True, **options: Any) -> Accumul
         optimizers,
         global_batch_size=SIZE,
         micro_batch_size=2,
-        count=Squares().count,
+        count=SQUARES.count,
         scheduler=schedulers,
         world=world,
         **options,
@@ -72,14 +63,14 @@ def _rates(acc: Accumulator) -> list[float]:
 def _run(acc: Accumulator, data: list[Tensor], epochs: int = 1) -> None:
     for _ in range(epochs):
         for window in acc.windows(_loader(data)):
-            acc.step(window, Squares())
+            acc.step(window, SQUARES)
 
 
 def _run_by_hand(acc: Accumulator, data: list[Tensor]) -> None:
     for window in acc.windows(_loader(data)):
         for micro in window:
             with acc.accumulate():
-                acc.backward(Squares()(acc.model, micro.batch))
+                acc.backward(SQUARES(acc.model, micro.batch))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -89,7 +80,7 @@ def test_a_skipped_window_moves_the_data_on_and_nothing_else(gloo_world: World, 
     data, seen = _data({2}), []
     for k, window in enumerate(acc.windows(_loader(data))):
         before, rates = weights(acc), _rates(acc) if k != 3 else None
-        acc.step(window, Squares())
+        acc.step(window, SQUARES)
         assert acc.last is not None
         seen.append(
             (acc.last.applied, acc.last.loss_scale, acc.progress.step, acc.progress.window, acc.progress.nonfinite)
@@ -191,7 +182,7 @@ def test_the_host_asks_at_the_next_boundary_or_when_somebody_wants_to_know(
     acc = _accumulator(gloo_world)
     for k, window in enumerate(acc.windows(_loader(_data(set())))):
         asked.clear()
-        acc.step(window, Squares())
+        acc.step(window, SQUARES)
         assert acc.tracker.known_progress.step == k  # the last one is not asked for yet
         assert acc.tracker.if_applied.step == k + 1
         if k >= 2:  # the first step, which makes the state, is decided on the host
@@ -274,13 +265,13 @@ def test_an_abandoned_window_of_a_stream_is_given_again(gloo_world: World) -> No
             yield from (torch.stack(samples[i : i + 2]) for i in range(0, len(samples), 2))
 
     model = nn.Linear(3, 1)
-    acc = over_sgd(model, 0.01, (SIZE, 2), count=Squares().count, world=gloo_world)
+    acc = over_sgd(model, 0.01, (SIZE, 2), count=SQUARES.count, world=gloo_world)
     stream, seen = Endless(), []
 
     def run() -> None:
         for window in acc.windows(stream):
             seen.append(next(iter(window.plain.ids()))[0])
-            acc.step(window, Squares())
+            acc.step(window, SQUARES)
 
     with pytest.raises(NonFiniteError):
         run()
@@ -295,7 +286,7 @@ def test_a_state_asked_for_on_one_rank_raises_without_the_others(
     """Else it would wait for ranks that are elsewhere, and nobody would hear of the NaN."""
     acc = _accumulator(gloo_world)
     window = next(windows := acc.windows(_loader(_data({0}))))
-    acc.step(window, Squares())
+    acc.step(window, SQUARES)
     monkeypatch.setattr(World, "all_gather_names", lambda *_: pytest.fail("a collective"))
     with pytest.raises(NonFiniteError, match=r"rank 0: 0, 1, 2, 3"):
         acc.state_dict()

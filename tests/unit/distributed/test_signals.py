@@ -12,6 +12,7 @@ import pytest
 from distaccum.distributed import signals as the_signals
 from distaccum.distributed.signals import STOP_SIGNALS, StopSignals
 from distaccum.distributed.watchdog import DIED, trouble_of
+from tests.support.commands import until
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def test_the_first_ctrl_c_is_noted_and_after_the_block_it_does_what_it_did(ends:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
-        assert (signals.received, _told(signals)) == ("SIGINT", "SIGINT")
+        assert (signals.received, until(lambda: signals.told, 5)) == ("SIGINT", "SIGINT")
         if ends:
             signals.ignore()
     assert signal.getsignal(signal.SIGINT) is (signal.SIG_DFL if ends else signal.default_int_handler)
@@ -57,13 +58,6 @@ def test_what_a_block_left_ignored_the_next_one_catches() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.received == "SIGHUP"
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def _told(signals: StopSignals) -> str:
-    deadline = time.monotonic() + 5
-    while not signals.told and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return signals.told
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -112,10 +106,7 @@ def test_a_second_ctrl_c_ends_a_process_whose_main_thread_waits_in_native_code()
     assert process.returncode == 130
     assert said == "ended at once by a second Ctrl-C (SIGINT), without a save\n"
     assert [line.partition(",")[0] for line in error.splitlines()] == ["distaccum: ended at once by a second Ctrl-C"]
-    deadline = time.monotonic() + 5
-    while trouble_of(loader) != DIED:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: trouble_of(loader) == DIED, 5)
 
 
 def test_who_listens_late_is_told_too() -> None:

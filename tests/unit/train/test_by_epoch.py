@@ -15,20 +15,17 @@ from distaccum import DataSpec, Trainer
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.train.callbacks import Callback, Run
+from tests.support.accumulators import Of
 from tests.support.runs import settings
 
 LABELS = 8.0
 
 
-class Squares:
-    """Of the outputs of rows with a label."""
-
-    def count(self, batch: Tensor) -> int:
-        return int((batch[:, 1] == LABELS).sum())
-
-    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        total: Tensor = (model(batch).square().sum(1) * (batch[:, 1] == LABELS)).sum()
-        return total
+# Squares of the outputs of rows with a label.
+SQUARES = Of(
+    lambda model, batch: (model(batch).square().sum(1) * (batch[:, 1] == LABELS)).sum(),
+    count=lambda batch: int((batch[:, 1] == LABELS).sum()),
+)
 
 
 class Seen(Callback):
@@ -63,7 +60,7 @@ def _trainer(folder: Path, data: Any, *, seen: Callback, save: Any = "epoch", **
     values = {"max_steps": None, "max_epochs": 2, "log_every": 3, "eval_every": "epoch", "nonfinite": "skip"}
     groups = {"optim": {"lr": 1e-3}} | {name: given.pop(name) for name in ("batch", "checkpoint") if name in given}
     config = settings((8, 3), values | given.pop("trainer", {}), save=save, **groups)
-    return Trainer(nn.Linear(2, 1), Squares(), data, config=config, callbacks=[seen], run_dir=folder, **given)
+    return Trainer(nn.Linear(2, 1), SQUARES, data, config=config, callbacks=[seen], run_dir=folder, **given)
 
 
 def _data(rows: list[Tensor], **settings: Any) -> DataSpec:
@@ -128,4 +125,4 @@ def test_a_stream_has_no_known_epoch(key: str, given: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=rf"{key}=epoch: the data is a stream, and nobody knows how long its epoch is"
     ):
-        Trainer(nn.Linear(2, 1), Squares(), iter([]), max_steps=3, **given)
+        Trainer(nn.Linear(2, 1), SQUARES, iter([]), max_steps=3, **given)

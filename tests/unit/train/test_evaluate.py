@@ -21,7 +21,7 @@ from distaccum.data.spec import WorkerOptions
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, MisuseError, ResourceError
 from distaccum.train.callbacks import EarlyStopping, ReduceLROnPlateau
-from tests.support.accumulators import Loss
+from tests.support.accumulators import Loss, Of
 from tests.support.commands import metrics
 from tests.support.optional import Library
 from tests.support.runs import settings
@@ -353,24 +353,20 @@ def test_what_does_not_fit_is_evaluated_in_halves(most: int, gloo_world: World, 
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=1e-6)
 
 
-class NeverAlone:
+def never_alone(model: Any, batch: Any) -> Tensor:
     """Takes two samples, no more and no less."""
-
-    def count(self, batch: Any) -> int:
-        return len(batch[0])
-
-    def __call__(self, model: Any, batch: Any) -> Tensor:
-        inputs, labels = batch
-        if model.training or len(inputs) == 2:
-            return nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
-        if len(inputs) == 1:
-            raise IndexError("index 1 is out of bounds")
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    inputs, labels = batch
+    if model.training or len(inputs) == 2:
+        return nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+    if len(inputs) == 1:
+        raise IndexError("index 1 is out of bounds")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_a_batch_that_cannot_be_cut_is_one_message(gloo_world: World, tmp_path: Path) -> None:
     data = DataSpec(train=_samples(40, 1), eval_dataset=_samples(11, 3))
-    trainer = _trainer(tmp_path, data, NeverAlone(), more={"trainer": {"max_steps": 0}})
+    loss = Of(never_alone, count=lambda batch: len(batch[0]))
+    trainer = _trainer(tmp_path, data, loss, more={"trainer": {"max_steps": 0}})
     with pytest.raises(
         ResourceError, match=r"cannot be evaluated in halves: some of its samples end in IndexError: ind"
     ):
