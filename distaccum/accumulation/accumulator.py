@@ -42,7 +42,7 @@ from distaccum.engines.factory import create
 from distaccum.engines.state import whole_state
 from distaccum.errors import ConfigError, DataError, DistaccumError, MisuseError, NonFiniteError, SpikeError
 from distaccum.losses.base import AnyLoss, Loss, from_mean, is_window_loss
-from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, nearest_power_of_two
+from distaccum.losses.normalize import SINGLE, Count, Counts, LossSum, as_counts, nearest_power_of_two
 from distaccum.verification.replicas import Replicas
 from distaccum.verification.verifier import Verifier
 
@@ -351,7 +351,7 @@ class Accumulator:
         loop = self._loop = object()
         try:
             for planned in self._planned(loader):
-                window = fitting(planned, self.engine, self._counter.micro_batch)
+                window = fitting(planned, self.engine, planned.counted or self._counter.micro_batch)
                 if self._counts_beforehand and not any(window.counts.values()):
                     self.tracker.skip_window(window.samples)
                     continue
@@ -408,7 +408,7 @@ class Accumulator:
             for micro in window:
                 yield micro.batch
 
-    def window(self, micro_batches: Iterable[Any]) -> OpenWindow | tuple[()]:
+    def window(self, micro_batches: Iterable[Any], *, count: Count | None = None) -> OpenWindow | tuple[()]:
         """The window of what has arrived on the ranks, as after rollouts; a collective. There is no plan.
 
         The global batch is what came, so the accumulator needs no size. Several passes over the same micro-batches are
@@ -416,6 +416,7 @@ class Accumulator:
 
         Args:
             micro_batches: this rank's: any number, of any size, or none; each is counted before the first forward.
+            count: what each counts in this window, in place of the accumulator's ``count``; the same on all ranks.
 
         Returns:
             An iterable of this rank's micro-batches, as :meth:`windows` yields them; ``()`` where no rank's counts
@@ -423,13 +424,16 @@ class Accumulator:
 
         Raises:
             ConfigError: with ``numerics=reproducible``, whose order of sums is a plan's.
-            MisuseError: in the middle of a window, after :meth:`stop`, or with one batch in place of a list.
+            MisuseError: in the middle of a window, after :meth:`stop`, with one batch in place of a list, or with a
+                ``count`` where the accumulator has none.
             PeerError: another rank could not make its micro-batches.
         """
         self._expect_no_window("window()", tells=True)
         if self.stopping:
             refuse("window()", "after stop()", "end the loop once acc.stopping is true")
-        self._arriving.take(micro_batches)
+        if count is not None and not self._counts_beforehand:
+            refuse("window(count=...)", "of an Accumulator without a count", "give Accumulator(count=...) too")
+        self._arriving.take(micro_batches, count)
         if self._arrival:
             self._arrival.close()
         self._arrival = self.windows(self._arriving)

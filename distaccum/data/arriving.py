@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed.random import keys_of
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError, DataError, MisuseError
+from distaccum.losses.normalize import Count
 
 _ANY = 2**31  # samples: a micro-batch is as large as it comes
 
@@ -35,14 +37,15 @@ class ArrivingWindows(WindowLoader):
     def __init__(self, world: World, *, seed: int, planned: bool) -> None:
         self._world, self._seed, self._planned, self._size = world, seed, planned, BatchSize(_ANY)
         self._arrived: Iterable[Any] | None = None
+        self._count: Count | None = None
 
     @property
     def position(self) -> dict[str, Any]:
         """Says that no plan is to be continued."""
         return {"windows": "as they arrive"}
 
-    def take(self, micro_batches: Iterable[Any]) -> None:
-        """Takes this rank's part of the next window.
+    def take(self, micro_batches: Iterable[Any], count: Count | None) -> None:
+        """Takes this rank's part of the next window, and what each counts where that is not as usual.
 
         Raises:
             ConfigError: sums have a fixed order.
@@ -54,7 +57,7 @@ class ArrivingWindows(WindowLoader):
         if self._planned:
             problem = "sums in the order of a plan, and acc.window() has none"
             raise ConfigError("numerics", REPRODUCIBLE, problem, "Use numerics=fast, or acc.windows(data)")
-        self._arrived = micro_batches
+        self._arrived, self._count = micro_batches, count
 
     def windows(self, epoch: int, start: int, counter: GlobalCounter) -> Iterator[Window]:
         """See :class:`WindowLoader`. One small host all-reduce per window.
@@ -66,12 +69,13 @@ class ArrivingWindows(WindowLoader):
         index = start
         while self._arrived is not None:
             arrived, self._arrived = self._arrived, None
+            counted = partial(counter.micro_batch, count=self._count)
             micro_batches: list[MicroBatch] = []
             sizes: list[int] = []
             error: Exception | None = None
             try:
                 for batch in arrived:
-                    micro_batches.append(counter.micro_batch(batch))
+                    micro_batches.append(counted(batch))
                     sizes.append(self._samples(batch))
             except Exception as problem:  # every rank has to learn of it, or it waits for this one
                 error = problem
@@ -84,6 +88,7 @@ class ArrivingWindows(WindowLoader):
                 data_wait_s=0.0,
                 keys=keys_of(range(len(micro_batches)), self._seed, index, self._world.rank),
                 rows=sizes.__getitem__,
+                counted=counted,
             )
             index += 1
         raise NothingArrivedError

@@ -109,9 +109,10 @@ class GlobalCounter:
             meant = loading_processes.explain_late(error)
             raise PeerError(GONE, "while this one waited for it") if meant is error else meant from error
 
-    def micro_batch(self, batch: Any) -> MicroBatch:
-        """The batch with its counts."""
-        return MicroBatch(batch, as_counts(self._count(batch)) if self._count is not None else {})
+    def micro_batch(self, batch: Any, count: Count | None = None) -> MicroBatch:
+        """The batch with its counts; by ``count`` where that is given."""
+        count = count or self._count
+        return MicroBatch(batch, as_counts(count(batch)) if count is not None else {})
 
     def all_reduce(
         self, micro_batches: Sequence[MicroBatch], more: Sequence[float] = (), *, error: Exception | None = None

@@ -49,6 +49,8 @@ class Window:
     rows: Callable[[int], int | None] | None = None
     """The samples of a micro-batch, by its number: what it can be cut between. None for rows of which each holds whole
     samples, as many as its tensors have; without the function nobody knows."""
+    counted: Callable[[Any], MicroBatch] | None = None
+    """Counts a part of a micro-batch; None: as every batch is counted."""
     device_wait_s: Callable[[], float] | None = None
     """Gives the seconds that a GPU waited for the micro-batches, when the window is done; None on a CPU."""
     assignment: UnitAssignment | None = None

@@ -33,4 +33,6 @@ def test_a_window_is_all_that_came(world: int, warm: str, engines: list[str]) ->
     assert all("PeerError" in said and "the sampler of rank 0 is gone" in said for said in others)
     one = "not with several micro-batches: give a list, as in acc.window([batch])"
     told = [f"window() with one dict, {one}", f"window() with one Tensor, {one}"]
-    assert found["refused"] == [*told, "window() after stop(): end the loop once acc.stopping is true"]
+    told += ["window() after stop(): end the loop once acc.stopping is true"]
+    told += ["window(count=...) of an Accumulator without a count: give Accumulator(count=...) too"]
+    assert found["refused"] == told

@@ -81,7 +81,8 @@ def reference(ranks: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
 def trained(world: World, engine: str, *, whole: bool = False, resumed: bool = False) -> dict[str, Any]:
     config = DeepSpeedConfig(stage=3) if engine == "deepspeed 3" else engine
     model = made()
-    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), count=count, engine=config, world=world)
+    usual = len if whole else count  # len: not what these windows count, which says so itself
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), count=usual, engine=config, world=world)
     noise = GradientNoise(acc, decay=DECAY)
     acc.engine.hooks.add(noise)
     saved = None
@@ -91,10 +92,10 @@ def trained(world: World, engine: str, *, whole: bool = False, resumed: bool = F
             acc.close()
             model = made()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            acc = Accumulator(model, optimizer, count=count, engine=config, world=world)
+            acc = Accumulator(model, optimizer, count=usual, engine=config, world=world)
             acc.load_state_dict(saved)
         for _ in range(PASSES):
-            window = acc.window(iter(rollout(number, world.rank, world.size)))
+            window = acc.window(iter(rollout(number, world.rank, world.size)), count=count if whole else None)
             if whole and window != ():
                 acc.step(window, loss)
                 continue
@@ -144,6 +145,13 @@ def refused(world: World) -> list[str]:
             acc.window(given)
         except MisuseError as error:
             said.append(str(error))
+    acc.close()
+    model = made()
+    acc = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.05), world=world)
+    try:
+        acc.window([], count=count)
+    except MisuseError as error:
+        said.append(str(error))
     acc.close()
     return said
 
