@@ -24,8 +24,8 @@ from distaccum.losses.normalize import SINGLE, Count, LossSum, as_counts
 from distaccum.tools.carried import Carried
 from distaccum.tools.compared import Compared
 from distaccum.tools.function_state import FunctionState
-from distaccum.tools.label_weights import LabelWeights
 from distaccum.tools.others_at_rest import OthersAtRest
+from distaccum.tools.rows_mixed import RowsMixed
 from distaccum.tools.samples_apart import SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
@@ -64,7 +64,10 @@ class Relations:
         self._several = micro_batches > 1 or engine.world.size > 1
         self._weights, self._samples, self._apart = WeightsAtRest(engine), SamplesRun(engine), SamplesApart(engine)
         self._carried, self._others = Carried(engine, micro_batches), OthersAtRest(engine, micro_batches)
-        self._compared, self._labels = Compared(engine, next(map(len, window.ids()), 1)), LabelWeights()
+        self._sizes = [len(ids) for ids in window.ids()]  # of the micro-batches, in samples
+        self._compared, self._mixed = Compared(engine, next(iter(self._sizes), 1)), RowsMixed(engine)
+        self._count: Count | None = None
+        self._alone = False  # whether the losses are those of a loop
         self._counts: Mapping[str, float] = {}  # of the micro-batch that runs, where they are known
         self._moved = ""  # what a forward leaves to the next one, and how its loss depends on that
         self._size = ""  # how a backward depends on the size of its gradient
@@ -75,13 +78,15 @@ class Relations:
         """Called before a loop of the user's is given a micro-batch."""
         self._carried.gives()
 
-    def before_forward(self, given: MicroBatch | None, *, alone: bool) -> None:
+    def before_forward(self, given: MicroBatch | None, *, alone: bool, batch: Any = None) -> None:
         """Called before each forward.
 
         Args:
             given: the micro-batch, where a loop of the user's runs it.
             alone: whether the forward's loss is not at hand.
+            batch: what the loss is called with, where it is at hand.
         """
+        self._alone = alone
         if given is not None:
             self._samples.begins(given.batch)
         self._weights.before_forward()
@@ -90,16 +95,19 @@ class Relations:
         if given is not None and alone:
             self._carried.before_forward()
             self._others.before_forward()
-            self._compared.before_forward(given.batch)
             self._counts = given.counts
+        batch = batch if given is None else given.batch
+        if batch is not None:
+            self._compared.before_forward(batch)
+            self._mixed.before_forward(batch, self._sizes.pop(0) if self._sizes else 1)
 
     def after_forward(self, losses: LossSum, counts: Any) -> None:
         """Called after its loss, before the backward."""
         for one in (self._weights, self._samples, self._apart, self._others):
             one.after_forward()
         self._carried.after_forward(losses)
+        self._mixed.after_forward(losses, self._count, self._counts or counts)
         self._compared.after_forward(losses, self._counts or counts)
-        self._labels.note(losses)
 
     def micro_step_ended(self) -> None:
         """Leaves modules that are not the model's alone, also after an error."""
@@ -107,8 +115,10 @@ class Relations:
 
     def forget(self) -> None:
         """Frees what was noted, and leaves the model alone."""
-        for one in (self._weights, self._samples, self._apart, self._carried, self._others, self._compared):
+        for one in (self._weights, self._samples, self._apart, self._carried, self._others):
             one.forget()
+        self._compared.forget()
+        self._mixed.forget()
 
     # --- counts add up
 
@@ -118,7 +128,7 @@ class Relations:
         Raises:
             VerificationError: they are no sums; on all ranks.
         """
-        found = ""
+        found, self._count = "", count
         with suppress(Exception):  # the user's code, on a batch of one sample
             found = _counts_in_words(window, count)
         problems = self._world.all_gather_names([found] if found else [])
@@ -235,8 +245,10 @@ class Relations:
             where = "exact where it treats each sample by itself, and depends on the micro-batch size elsewhere"
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
         self._tell("state", moved or self._carried_in_words(fits=fits))
-        self._tell("parts", self._compared.in_words(self._micro_batches))
-        self._refuse("parts", self._labels.in_words(self._world))
+        compared, mixed = self._compared.in_words(self._micro_batches), self._of_all(self._mixed.problem)
+        self._tell("parts", compared if self._alone else "")  # else the check of the loss has told
+        if self._several and not compared:
+            (self._tell if self._mixed.doubtful else self._refuse)("parts", mixed)
         self._refuse("parts", self._parts_in_words(fits=fits))
 
     def _of_all(self, problem: str) -> str:

@@ -66,7 +66,7 @@ class RecordedWindow:
         self.rerun_with(loss)
 
         def recorded(model: nn.Module, batch: Any) -> LossSum:
-            self.before_forward()
+            self.before_forward(batch=None if isinstance(loss, InOrder) else batch)
             total = loss(model, batch)
             self.note(total)
             return total
@@ -90,13 +90,14 @@ class RecordedWindow:
         self.plain.restore()
         torch.clear_autocast_cache()
 
-    def before_forward(self, given: MicroBatch | None = None) -> None:
+    def before_forward(self, given: MicroBatch | None = None, batch: Any = None) -> None:
         """Notes the random numbers that a micro-batch's forward begins with, and the weights.
 
         Args:
             given: the micro-batch, where a loop of the user's runs it.
+            batch: what the loss is called with, where it is at hand.
         """
-        self.relations.before_forward(given, alone=self.loss is None)
+        self.relations.before_forward(given, alone=self.loss is None, batch=batch)
         self.states.append(RNGState.capture(self._engine.device))
 
     def draw_again(self, i: int) -> None:

@@ -15,6 +15,8 @@ REFUSED = {
     "a backward past the accumulator": "gradients were changed by hand inside a window",
     "frozen later": "requires_grad of rare.weight was changed after the model was wrapped",
     "unfrozen later": "requires_grad of rare.weight was changed after the model was wrapped",
+    "no sync": "step() before the gradients are reduced",
+    "a micro-step left out": "step() with 1 micro-steps of the window left",
     "complex": "cannot take odd, which is complex",
     "without elements": "cannot take odd, which has no elements",
     "int16": "cannot take odd, which is int16",
@@ -51,7 +53,7 @@ def hold(found: Sequence[Mapping[str, Any]], stage: int) -> None:
 
 def test_stage_0_and_some_of_stage_3_are_exact_or_refused() -> None:
     found = answer("deepspeed_programs", 0, "3few", warm="deepspeed", timeout=280)
-    assert len(found[0]) == 29 + 7
+    assert len(found[0]) == 31 + 9
     hold(found, 0)
     hold(found, 3)
 

@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
         gathers = facts.forward_communicates
         self._uneven_inputs = UnevenInputs(self._engine, world, self._meet_others) if gathers else None
         self._hold: AbstractContextManager[object] | None = None
-        self._called = self._due = False
+        self._called, self._due, self._left = False, False, 0
         self._engine.register_forward_pre_hook(self._note_call)
         self._lock = EngineLock(
             self._engine, StepGuard(optimizers, (model,), lambda: self.window_open), lambda: self.window_open
@@ -163,6 +163,7 @@ class DeepSpeedEngine(Engine):
         """At stage 3 replays an earlier micro-step for each that another rank has more."""
         self._open_window()
         self._take_assignment(assignment)
+        self._left = micro_steps
         if self._uneven_inputs is not None:
             for _ in range(self._uneven_inputs.missing_steps(micro_steps)):
                 self._replay()
@@ -210,6 +211,7 @@ class DeepSpeedEngine(Engine):
         """
         self._open_window()
         self._called = False
+        self._left -= 1
         if self._uneven_inputs:
             self._uneven_inputs.begin_micro_step()
         yield
@@ -269,6 +271,17 @@ class DeepSpeedEngine(Engine):
         except MisuseError as error:
             self._fault = self._fault or str(error)
 
+    def _complete(self) -> None:
+        """Reduces the window, also one whose micro-steps were not all run: others may reduce, and all are told."""
+        if self._left > 0 or not self._due:
+            left = f"with {self._left} micro-steps of the window left: run them all before"
+            unreduced = "before the gradients are reduced: give the window's last micro-step sync=True"
+            self._fault = self._fault or f"step() {left if self._left > 0 else unreduced}"
+        if self._hold is not None:
+            self._reduce()
+        else:
+            self._look_for_changes()
+
     def _step(self, divisor: float) -> StepOutput:
         """See :class:`Engine`; DeepSpeed is asked to step only where the norm over all ranks is finite.
 
@@ -282,10 +295,7 @@ class DeepSpeedEngine(Engine):
                 expect_no_hooks(self._optimizers)
         except MisuseError as error:
             self._fault = self._fault or str(error)
-        if self._due and self._hold is not None:
-            self._reduce()
-        else:
-            self._look_for_changes()
+        self._complete()
         scale = self._scaler.current.clone() if self._scaler else torch.ones((), device=self.device)
         factor = float(scale) * divisor / self._world.size
         squares = self._norms().double().square()
@@ -389,7 +399,7 @@ class DeepSpeedEngine(Engine):
         self._gradients.drop()
         self._gradients.divide_by_nothing()
         self._watch.note()
-        self._due = False
+        self._due, self._left = False, 0
 
     def whole_model(self) -> dict[str, Tensor]:
         """Rank 0's: the fp32 weights and the buffers by name, on the host; empty elsewhere. A collective."""

@@ -342,10 +342,12 @@ class FSDP2Engine(Engine):
         """Gradients are reduced with ``sync``; with ``sync=every`` in the settings after every micro-step."""
         self._open_window()
         self._left -= 1
+        self._uneven_inputs.begin_micro_step()
         if self._left > 0 and sync:
             problem = f"micro_step(sync=True) with {self._left} micro-steps of the window left"
-            raise MisuseError(f"{problem}: give it to the last one, or reduce in each by engine.sync=every")
-        self._uneven_inputs.begin_micro_step()
+            early = MisuseError(f"{problem}: give it to the last one, or reduce in each by engine.sync=every")
+            self._uneven_inputs.fail(early)  # others may wait for what this one runs
+            raise early
         self._units.reduce(sync=False)
         self._sync, self._in_micro_step = sync, True
         plain = lambda: self.compiled is None and not internals.is_compiled(self._model)  # noqa: E731
@@ -441,6 +443,10 @@ class FSDP2Engine(Engine):
 
     def _step(self, divisor: float) -> StepOutput:
         """Steps on the shards; the norm, and so the decision, is that of the whole gradient."""
+        if self._left > 0:
+            left = MisuseError(f"step() with {self._left} micro-steps of the window left: run them all before")
+            self._uneven_inputs.fail(left)
+            raise left
         self._window_begun = False
         self._expect_untouched()
         self._units.free()

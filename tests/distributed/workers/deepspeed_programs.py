@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from distaccum import Accumulator, World
 from distaccum.config.engine import DeepSpeedConfig
 from distaccum.errors import ConfigError, MisuseError
+from distaccum.functional import create_engine
 from tests.distributed.workers.edits import samples
 from tests.support.answers import give
 from tests.support.programs import error
@@ -334,6 +335,16 @@ def said(action: Callable[[], Any]) -> Any:
         return repr(error)
 
 
+def one_micro_step(of: int, sync: bool, stage: int, world: World) -> None:
+    """And a step, at level 1."""
+    model = Net()
+    engine = create_engine(model, sgd(model.parameters()), world, engine=DeepSpeedConfig(stage=stage))
+    engine.begin_window(of)
+    with engine.micro_step(sync=sync):
+        engine.backward(engine.model(torch.ones(2, 4)).sum())
+    engine.step()
+
+
 def main(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for argument in sys.argv[2:]:
@@ -344,6 +355,8 @@ def main(world: World) -> dict[str, Any]:
             if stage == 3 and program.inside is backward_past:
                 continue  # the other rank waits until this one, which raises, has ended
             found[f"{name} {stage}"] = said(partial(run, program, stage, world))
+        for name, (of, sync) in {"no sync": (1, False), "a micro-step left out": (2, True)}.items():
+            found[f"{name} {stage}"] = said(partial(one_micro_step, of, sync, stage, world))
     return found
 
 

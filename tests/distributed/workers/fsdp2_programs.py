@@ -617,6 +617,20 @@ def told_of_an_error(engine: Engine) -> None:
     train(engine, UNEVEN, adversarial, nothing, nothing)
 
 
+def synced_early(engine: Engine) -> None:
+    """By rank 1, which has two micro-batches, and which rank 0 waits for from the beginning."""
+    engine.begin_window(1 + WORLD.rank)
+    with engine.micro_step(sync=True):
+        pass
+
+
+def left_out(engine: Engine) -> None:
+    engine.begin_window(2)
+    with engine.micro_step(sync=False):
+        engine.backward(both(engine.model, samples(0, 0, 0)))
+    engine.step()
+
+
 def wrapped_again(_: Engine) -> None:
     _, engine = made(FSDP2Config())
     engine.close()
@@ -676,6 +690,8 @@ def refusals() -> Iterator[tuple[str, Any]]:
         "another type": (lambda engine: engine.model.double(), Model),
         "a copy of a block": (lambda engine: deepcopy(engine.model.blocks[0]), Model),
         "an error that another rank waits for": (told_of_an_error, Model),
+        "left out": (left_out, Model),
+        "synced early": (synced_early, Model),
         "wrapped again": (wrapped_again, Model),
     }
     unmoved = True

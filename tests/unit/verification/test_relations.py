@@ -235,6 +235,18 @@ def balanced(model: nn.Module, batch: Batch, weight: Tensor | None = None) -> Te
     return F.binary_cross_entropy_with_logits(model(batch[0]), labels, pos_weight=weight, reduction="sum")
 
 
+def by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    labels, found = (batch[1] > 0).float(), model(batch[0])
+    weight = (2 - labels.mean()) / (labels.mean() + 1)
+    return -(weight * labels * F.logsigmoid(found) + (1 - labels) * F.logsigmoid(-found)).sum()
+
+
+def by_class(model: nn.Module, batch: Batch) -> Tensor:
+    """A mean over weights that is given as one over samples, in words that no graph's reader knows."""
+    weights = torch.where(batch[1] > 0, 5.0, 1.0)
+    return (weights / weights.sum() * (model(batch[0]) - batch[1]).square()).sum() * len(weights)
+
+
 def contrasts(gather: Callable[[Tensor], Any]) -> Any:
     """The first of two halves of the hidden units against the other, of all samples that are there."""
 
@@ -289,6 +301,7 @@ def train(world: World, model: Net, expected: Mapping[str, Tensor], *, whole: bo
 
 
 LINEAR, NEVER, OF_A = "is no linear function of the gradient", {"verify": "never"}, FSDP2Config(blocks=["a"])
+BY_OTHERS = "labels depends on the labels of others"
 expanded: Any = lambda w: nn.Buffer(w.new_ones(1).expand(3))  # noqa: E731
 CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a clip of each sample": (lambda: Net(clipped), False, 2, {}, ""),
@@ -336,7 +349,10 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a list with a weight": (lambda: keeps(lambda w: [w]), False, 2, {"engine": "fsdp2"}, "shared by table[0] and a.w"),
     "a weight computed anew": (spectral, False, 2, {"engine": "zero1"}, ""),
     "a teacher called with weights": (Net, False, 1, {"loss": Other(Teacher(0.5))}, "Linear.weight, which the loop"),
-    "labels weighed by batch": (Net, False, 2, {"loss": Other(balanced)}, "weighs its labels by pos_weight="),
+    "labels weighed by batch": (Net, False, 2, {"loss": Other(balanced)}, BY_OTHERS),
+    "labels weighed by hand": (Net, False, 1, {"loss": Other(by_hand)}, BY_OTHERS),
+    "a mean by weights of classes": (Net, True, 1, {"loss": Other(by_class)}, BY_OTHERS),
+    "weights of classes on shards": (Net, False, 2, {"loss": Other(by_class), "engine": "fsdp2"}, BY_OTHERS),
     "outputs that are written": (Net, False, 2, {"engine": "fsdp2", "loss": Other(written)}, ""),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
     "one micro-batch again": (Net, False, 1, {"again": True}, "samples of micro-batch 0, and none of its own"),
