@@ -337,15 +337,16 @@ def _load(entry: str) -> Any:
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    from distaccum.program import CLOSURE, load  # noqa: PLC0415  where an engine is made
+    from distaccum.program import STEP_FAULT, load  # noqa: PLC0415  where an engine is made
 
     free = {id(parameter) for parameter in model.parameters()}
     every = set(free)
     for optimizer in optimizers:
         check_sparse(optimizer)
-        if load(CLOSURE)(optimizer):
-            problem = "its step wants a closure, to run the window again at will"
-            raise ConfigError("optimizer", type(optimizer).__name__, problem, "Use one that steps on the gradients")
+        if fault := load(STEP_FAULT)(optimizer):
+            problem = f"its step alone raises {fault}"
+            remedy = "Use one that steps on the gradients, without a closure that runs the window again"
+            raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         twice = len(held) - len(set(held))
         if twice:

@@ -91,7 +91,9 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
     Raises:
         ConfigError: the step of one parameter depends on others.
     """
-    expect_no_lists(optimizer, engine)
+    from distaccum.program import KEPT, load  # noqa: PLC0415  where an engine is made
+
+    load(KEPT)(optimizer, engine)
     groups = [[p for p in group["params"] if p.requires_grad][:2] for group in optimizer.param_groups]
     if sum(map(len, groups)) <= 1:
         return
@@ -117,23 +119,6 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
         )
         remedy = f"Clip with clip_norm= in place of it, or use engine=ddp, not {engine}"
         raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
-
-
-def expect_no_lists(optimizer: Optimizer, engine: str) -> None:
-    """For an engine whose step gives the optimizer a part of the parameters, or copies of them.
-
-    Raises:
-        ConfigError: it keeps tensors beside its state, which it would pair with others than were meant.
-    """
-    held = [p.shape for group in optimizer.param_groups for p in group["params"]]
-    for name, value in vars(optimizer).items():
-        kept = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-        inner = [one for each in kept for one in (each if isinstance(each, list | tuple) else (each,))]
-        shapes = [one.shape for one in inner if isinstance(one, Tensor)]
-        if name not in ("param_groups", "state") and shapes and shapes == held:
-            problem = f"keeps a list of tensors of its own ({name}), and on this engine it steps other parameters"
-            remedy = f"Keep what belongs to a parameter in optimizer.state[p], or use engine=ddp, not {engine}"
-            raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
 
 
 def small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from distaccum.distributed.world import World
 from distaccum.engines.fsdp2 import internals
 from distaccum.engines.modules import shard_like
-from distaccum.engines.rules import expect_no_lists
 from distaccum.engines.shard_rules import fault_on_shards
 from distaccum.errors import ConfigError, MisuseError, shorten
 
@@ -125,10 +124,12 @@ def rebind_optimizers(
     Raises:
         ConfigError: an optimizer has stepped before, or keeps lists of tensors of its own.
     """
+    from distaccum.program import KEPT, load  # noqa: PLC0415  where an engine is made
+
     sharded = dict(model.named_parameters(remove_duplicate=False))
     faults: dict[int, str] = {}
     for number, optimizer in enumerate(optimizers):
-        expect_no_lists(optimizer, "fsdp2")
+        load(KEPT)(optimizer, "fsdp2")
         if any(float(state.get("step", 1.0)) for state in optimizer.state.values()):  # Adagrad makes it when it is made
             problem = "it has stepped, and its state is of whole parameters"
             raise ConfigError("optimizer", type(optimizer).__name__, problem, "Wrap first, then load its state")

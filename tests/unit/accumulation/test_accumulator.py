@@ -279,7 +279,7 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
             _make(gloo_world, **wrong)
     with pytest.raises(ConfigError, match=r"clip_value=1\.0: and clip_norm=2\.0 too"):
         _make(gloo_world, clip_norm=2.0, clip_value=1.0)
-    with pytest.raises(ConfigError, match="optimizer=LBFGS: its step wants a closure"):
+    with pytest.raises(ConfigError, match="optimizer=LBFGS: its step alone raises TypeError"):
         Accumulator(
             model, torch.optim.LBFGS(model.parameters()), global_batch_size=4, micro_batch_size=2, world=gloo_world
         )
