@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, shorten
+
+if TYPE_CHECKING:
+    from distaccum.distributed.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +49,18 @@ def own_device(device: torch.device, backend: str) -> str:
     torch.get_device_module(device).set_device(device)
     own = backend if backend == _GLOO else dist.Backend.default_device_backend_map.get(device.type, _GLOO)
     return f"{_CPU}:{_GLOO},{device.type}:{own}"
+
+
+def tell_mixed(world: World) -> None:
+    """Warns, once for all ranks, of GPUs that are not alike; a collective where there are several ranks on GPUs."""
+    if world.device.type == _CPU or world.size == 1:
+        return
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(world.all_gather_object(torch.get_device_module(world.device).get_device_name())):
+        ranks.setdefault(name, []).append(rank)
+    if len(ranks) > 1 and world.is_main:
+        each = "; ".join(f"{name}: ranks {shorten(own)}" for name, own in ranks.items())
+        _log.warning("the GPUs of the ranks differ, and each step lasts as long as the slowest needs (%s)", each)
 
 
 def _lacks(kind: str) -> str:

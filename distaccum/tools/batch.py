@@ -1,8 +1,10 @@
-"""What settings of the batch attach to a run's windows; each is loaded where it is asked for."""
+"""What settings of the batch attach to a run's windows, loaded where it is asked for; and mixed GPUs are told."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from distaccum.tools.accelerators import tell_mixed
 
 if TYPE_CHECKING:
     from distaccum.accumulation.accumulator import Accumulator
@@ -15,6 +17,7 @@ def attached(components: TrainingComponents, accumulator: Accumulator) -> Accumu
     Raises:
         ConfigError: the run cannot have what is asked for; on every rank.
     """
+    tell_mixed(accumulator.world)
     if components.config.batch.noise:
         from distaccum.tools.noise import of_run  # noqa: PLC0415
 

@@ -9,6 +9,11 @@ from distaccum.distributed.environment import LaunchEnvironment, accelerators
 from distaccum.distributed.world import World, open_world
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What a new driver or torch warns of on a card is shown, and turns no right test red."""
+    item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(scope="session")  # DeepSpeed keeps the groups that it has made of the first one
 def gpu_world() -> Iterator[World]:
     """A group of one on the first GPU, NCCL for its tensors and gloo for the host's; closed after the tests."""

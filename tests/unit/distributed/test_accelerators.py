@@ -2,6 +2,8 @@
 
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from distaccum.distributed.random import fork_rng
 from distaccum.distributed.world import open_world
 from distaccum.errors import ConfigError
 from distaccum.precision.hardware import gpu_of
+from distaccum.tools.accelerators import tell_mixed
 
 
 def _has(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
@@ -44,6 +47,20 @@ def test_an_intel_card_has_no_compute_capability(monkeypatch: pytest.MonkeyPatch
     gpu = gpu_of(torch.device("xpu"))
     assert gpu is not None
     assert (str(gpu), gpu.capability, gpu.bf16, gpu.tf32) == ("a card", None, True, False)
+
+
+@pytest.mark.parametrize("others", [["H100", "H100"], ["A100", "H100"]])
+def test_cards_that_differ_are_told(
+    others: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda: "H100")
+    facts = {"device": torch.device("xpu"), "size": 3, "is_main": True}
+    world: Any = SimpleNamespace(**facts, all_gather_object=lambda own: [own, *others])
+    with caplog.at_level(logging.WARNING):
+        tell_mixed(world)
+    told = "as long as the slowest needs (H100: ranks 0, 2; A100: ranks 1)" if "A100" in others else ""
+    assert told in caplog.text
+    assert bool(told) == bool(caplog.records)
 
 
 def test_no_number_is_drawn_of_the_host_where_tensors_have_no_memory() -> None:
