@@ -78,6 +78,7 @@ def _raised(copies: _Copies, some: Sequence[Tensor]) -> str:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
     try:
+        getattr(copies.trial, "train", list)()  # as a schedule-free one wants it, and training loops call it later
         copies.trial.step()
     except Exception as error:  # each optimizer has its own
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -109,6 +110,7 @@ def _stepped(optimizer: Optimizer, side: int, *, seed: int, some: bool = False) 
     begun = [p.detach().clone() for p in stepped]
     torch.manual_seed(seed)
     try:
+        getattr(copies.trial, "train", list)()
         for step in range(1, _STEPS + 1):
             for p, value in zip(stepped, begun, strict=True):
                 p.grad = torch.sin(torch.view_as_real(value) if value.is_complex() else value).mul_(37.0 * step).sin_()

@@ -84,6 +84,19 @@ class Sam(SGD):
         assert closure is not None, "give me the loss"
 
 
+class WantsTraining(SGD):
+    """As schedule-free ones do, which know two kinds of weights."""
+
+    trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.trains
+        super().step()
+
+
 class ByItsFirst(SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert self.param_groups[0]["params"][0].grad is not None
@@ -123,6 +136,8 @@ def test_a_step_that_raises_is_told() -> None:
     assert fault_of_step(Sam(model().parameters(), lr=0.1)) == "AssertionError: give me the loss"
     lbfgs = torch.optim.LBFGS(model().parameters())
     assert "argument: 'closure'" in fault_of_step(lbfgs)
+    assert not fault_of_step(waits := WantsTraining(model().parameters(), lr=0.1))
+    assert not waits.trains
     parameters = list(model().parameters())
     assert not fault_of_step(ByItsFirst(parameters, lr=0.1))
     assert all(p.grad is None for p in parameters)
