@@ -56,13 +56,14 @@ def _power(path: str, *numbers: int) -> Cells:
     )
 
 
+def _put(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has something else stand in a place."""
+    return lambda patch: patch.setattr(owner, name, function)
+
+
 def _no_sync(patch: pytest.MonkeyPatch) -> None:
     for module in (files, files, store):
         patch.setattr(module, "sync", lambda _: None)
-
-
-def _removes_what_is_damaged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store, "_set_aside", lambda path, *_: shutil.rmtree(path) if path.is_dir() else path.unlink())
 
 
 def _latest_first(patch: pytest.MonkeyPatch) -> None:
@@ -74,10 +75,6 @@ def _latest_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointStore, "_publish", publish)
 
 
-def _never_seals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store, "_seal", lambda *_: None)
-
-
 def _keeps_one_less(patch: pytest.MonkeyPatch) -> None:
     def prune(self: CheckpointStore) -> None:
         self._keep -= 1
@@ -86,10 +83,6 @@ def _keeps_one_less(patch: pytest.MonkeyPatch) -> None:
 
     real = CheckpointStore._prune
     patch.setattr(CheckpointStore, "_prune", prune)
-
-
-def _trusts_what_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointStore, "_is_whole", lambda *_: True)
 
 
 def _removes_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -103,10 +96,6 @@ def _removes_in_place(patch: pytest.MonkeyPatch) -> None:
 def _asks_nobody(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Owner, "require", lambda _: None)
     patch.setattr(record_file.RecordFile, "_token", lambda _: "")  # which asks where the records were replaced
-
-
-def _takes_over_from_the_living(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Owner, "why_dead", lambda *_: "is gone")
 
 
 def _errors_are_damage(patch: pytest.MonkeyPatch) -> None:
@@ -130,26 +119,6 @@ def _done_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Records, "write_status", write)
 
 
-def _never_rewinds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record_file, "rewind", lambda *_, **__: None)
-
-
-def _says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record_file._log, "warning", lambda *_: None)
-
-
-def _begins_at_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(history, "require_no_history", lambda _: None)
-
-
-def _leaves_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RunDir, "_clear", lambda _: None)
-
-
-def _records_in_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(JsonlLogger, "sync", lambda _: None)
-
-
 def _another_position(patch: pytest.MonkeyPatch) -> None:
     def restore(self: Any, progress: Any, position: Any, data: Any, spikes: Any) -> None:
         real(self, progress, position, data, spikes)
@@ -159,10 +128,6 @@ def _another_position(patch: pytest.MonkeyPatch) -> None:
 
     real = Accumulator.restore
     patch.setattr(Accumulator, "restore", restore)
-
-
-def _copies_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostMemory, "copy", lambda _, tensor: tensor.detach())
 
 
 def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -176,12 +141,20 @@ def _waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
 FLIP = Damages(name="step-4/model")
 SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = {
     "no sync before a rename": (_no_sync, _power("history.json", *range(2, 5)) + _power("latest", 2, 3), "."),
-    "removes what is damaged": (_removes_what_is_damaged, _saved(2, damages=(FLIP,)), "is removed in its place"),
+    "removes what is damaged": (
+        _put(store, "_set_aside", lambda path, *_: shutil.rmtree(path) if path.is_dir() else path.unlink()),
+        _saved(2, damages=(FLIP,)),
+        "is removed in its place",
+    ),
     "latest before the checkpoint": (_latest_first, [(PLAN, [])], "latest names step-2, which is not whole"),
-    "checkpoints are not sealed": (_never_seals, [(PLAN, [])], "latest names step-2, which is not whole"),
+    "checkpoints are not sealed": (
+        _put(store, "_seal", lambda *_: None),
+        [(PLAN, [])],
+        "latest names step-2, which is not whole",
+    ),
     "keeps one less": (_keeps_one_less, [(PLAN, [])], r"step-2 is removed while only \[4\] are whole"),
     "counts damaged ones as kept": (
-        _trusts_what_is_there,
+        _put(CheckpointStore, "_is_whole", lambda *_: True),
         _saved(3, plan=Plan(steps=8, save_every=2, keep=3), damages=(FLIP,)),
         "step-2 is removed while only",
     ),
@@ -192,7 +165,7 @@ SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = 
         "a process that slept",
     ),
     "takes over from the living": (
-        _takes_over_from_the_living,
+        _put(Owner, "why_dead", lambda *_: "is gone"),
         _cells(Visited(at=At(number=2, kind="stat", path=".failure"))),
         "a visitor",
     ),
@@ -203,22 +176,30 @@ SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = 
     ),
     "done before the end": (_done_too_early, [(PLAN, [])], "done before the end"),
     "records come twice": (
-        _never_rewinds,
+        _put(record_file, "rewind", lambda *_, **__: None),
         _cells(Crashes(at=At(number=6, kind="rename", path="status.json"), after=True)),
         "rows of steps",
     ),
     "lost records are not told": (
-        _says_nothing,
+        _put(record_file._log, "warning", lambda *_: None),
         _saved(2, damages=(Damages(name="metrics.jsonl", how="delete"),)),
         "nobody says so",
     ),
-    "begins at zero": (_begins_at_zero, _saved(2, damages=(Damages(name="step-", how="lose"),)), "begins at zero"),
+    "begins at zero": (
+        _put(history, "require_no_history", lambda _: None),
+        _saved(2, damages=(Damages(name="step-", how="lose"),)),
+        "begins at zero",
+    ),
     "leaves what the dead left": (
-        _leaves_all,
+        _put(RunDir, "_clear", lambda _: None),
         _cells(Crashes(at=At(number=1, kind="rename", path="plan.json"))),
         "left behind|File exists",
     ),
-    "records in memory": (_records_in_memory, _power("history.json", *range(2, 5)), "rows of steps|before the end"),
+    "records in memory": (
+        _put(JsonlLogger, "sync", lambda _: None),
+        _power("history.json", *range(2, 5)),
+        "rows of steps|before the end",
+    ),
     "a sleeper publishes": (
         _asks_nobody,
         _cells(Sleeps(at=At(number=3, kind="fsync", path="/.saving-")), plan=BEHIND),
@@ -229,7 +210,11 @@ SABOTAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Cells, str]] = 
         [(BEHIND, attempts) for _, attempts in _power("history.json", *range(2, 5)) + _power("latest", 2, 3)],
         ".",
     ),
-    "no copy is made": (_copies_nothing, _saved(1, plan=BEHIND), "differs|the row of"),
+    "no copy is made": (
+        _put(HostMemory, "copy", lambda _, tensor: tensor.detach()),
+        _saved(1, plan=BEHIND),
+        "differs|the row of",
+    ),
     "published before it is written": (_waits_for_nothing, _saved(1, plan=BEHIND), "without damage|not whole"),
     "a bit more after a resume": (_another_position, _saved(1), "differs|the row of"),
 }
