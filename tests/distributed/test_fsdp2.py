@@ -44,10 +44,6 @@ def _launch(path: Path, parts: Iterable[str], world: int) -> LaunchEnvironment:
     return found
 
 
-def _exact(error: float, plain_loop: float) -> bool:
-    return error <= max(TOLERANCE, PLAIN_LOOPS * plain_loop)
-
-
 @worlds
 @pytest.mark.parametrize("part", ["models", "uneven", "meta"])
 def test_the_weights_are_those_of_whole_windows(launched: LaunchEnvironment, part: str) -> None:
@@ -62,7 +58,7 @@ def test_the_weights_are_those_of_whole_windows_with_every_setting(folder: Path,
 
 def _are_exact(launched: LaunchEnvironment, part: str) -> None:
     for rank in launched:
-        assert not {name: errors for name, errors in rank[part].items() if not _exact(*errors)}
+        assert all(error <= max(TOLERANCE, PLAIN_LOOPS * loop) for error, loop in rank[part].values()), rank[part]
     assert len(launched[0][part]) >= 2
 
 

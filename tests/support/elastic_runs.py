@@ -209,7 +209,7 @@ class Job:
             with suppress(ProcessLookupError):
                 agent.kill()
             agent.wait()
-        for pid in _processes(self.folder):
+        for pid, _ in list(_environments(self.folder)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -245,10 +245,6 @@ def _environments(folder: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
         known = dict(one.split("=", 1) for one in variables if "=" in one)
         if known.get("TEST_FOLDER") == str(folder.parent) and words != [""]:
             yield int(process.name), known
-
-
-def _processes(folder: Path) -> list[int]:
-    return [pid for pid, _ in _environments(folder)]
 
 
 def _members(folder: Path) -> dict[str, int]:

@@ -532,10 +532,6 @@ def muon(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01, eps=1e-2)]
 
 
-def double_gan(model: nn.Module) -> list[Optimizer]:
-    return [SGD(model.g.parameters(), lr=0.05), SGD(model.d.parameters(), lr=0.05)]
-
-
 predicted: Any = lambda model, b: (model(b["x"]).prediction - b["y"]).square().sum()  # noqa: E731
 PROGRAMS: dict[str, Program] = {
     "plain": Program(),
@@ -543,7 +539,7 @@ PROGRAMS: dict[str, Program] = {
         model=Gan,
         loss=lambda model, batch: model(batch),
         count=lambda batch: {"d": len(batch["x"]), "g": len(batch["x"])},
-        optimizer=double_gan,
+        optimizer=lambda model: [SGD(model.g.parameters(), lr=0.05), SGD(model.d.parameters(), lr=0.05)],
     ),
     "GAN, two accumulators": Program(truth=gan_truth, loop=gan_loop),
     "contrastive dual forward": Program(loss=contrastive),

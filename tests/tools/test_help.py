@@ -18,7 +18,7 @@ from distaccum.models.gpt import GPT
 from distaccum.program import help_asked
 from distaccum.tools import settings as room
 from distaccum.tools.help import _OFTEN, overview, show
-from distaccum.tools.settings import GROUPS, Setting, arguments
+from distaccum.tools.settings import GROUPS, arguments
 from tests.support.commands import ROOT, captured
 
 KEY = re.compile(r"^  ([\w./]+)(?:  \(|=)", re.MULTILINE)
@@ -142,13 +142,10 @@ def _stated(group: str, name: str) -> dict[str, dict[str, Any]]:
     return {place: one for place, one in places.items() if isinstance(one, dict) and "_target_" in one}
 
 
-def _of(group: str, name: str) -> dict[str, Setting]:
-    return {one.key: one for one in arguments() if one.key.startswith(f"{group}.") and name in one.files}
-
-
 @pytest.mark.parametrize(("group", "name"), FILES, ids=str)
 def test_a_choice_takes_what_its_target_takes(group: str, name: str) -> None:
-    described = _of(group, name)
+    mine = (one for one in arguments() if one.key.startswith(f"{group}."))
+    described = {one.key: one for one in mine if name in one.files}
     expected = {}
     for place, node in _stated(group, name).items():
         module, _, home = node["_target_"].rpartition(".")

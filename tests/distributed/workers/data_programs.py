@@ -42,13 +42,9 @@ def row(i: int) -> dict[str, Tensor]:
     return {"x": X[i], "id": torch.tensor(i)}
 
 
-def own_ids(world: World, samples: int = SAMPLES) -> list[int]:
-    return list(range(world.rank, samples, world.size))
-
-
 def batches(world: World, samples: int = SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's own ids and rows, in micro-batches."""
-    ids = own_ids(world, samples)
+    ids = list(range(world.rank, samples, world.size))
     for i in range(0, len(ids), MICRO):
         part = torch.tensor(ids[i : i + MICRO])
         yield X[part], part

@@ -181,11 +181,12 @@ def run(program: Program, stage: int, world: World) -> tuple[float, float]:
     start = {name: value.clone() for name, value in truth.state_dict().items()}
     acc = accumulator(model, program, stage, world)
     program.wrapped(model)
+    data: Any = samples(40)
     taken: list[list[int]] = []
     while len(taken) < WINDOWS:
         own: list[int] = []
         try:
-            for window in acc.windows(loader(program)):
+            for window in acc.windows(DataLoader(data, batch_size=program.micro)):
                 program.between(acc, model)
                 own = []
                 for i, micro in enumerate(window):
@@ -221,10 +222,6 @@ def accumulator(model: nn.Module, program: Program, stage: int, world: World) ->
         engine=DeepSpeedConfig(stage=stage, json={"zero_optimization": zero} if zero else None),
         world=world,
     )
-
-
-def loader(program: Program) -> DataLoader[Any]:
-    return DataLoader(samples(40), batch_size=program.micro)  # type: ignore[arg-type]  # a list is a dataset
 
 
 def follow(program: Program, truth: nn.Module, taken: list[list[list[int]]]) -> None:
@@ -288,7 +285,7 @@ PROGRAMS: dict[str, Program] = {
     "zero_grad between windows": Program(between=zero),
     "hooks on parameters": Program(before=with_hooks, optimizer=sgd),
     "a gradient penalty": Program(loss=penalty, size=4),
-    "an output in a dataclass": Program(make=InDataclass, loss=lambda m, b: square(lambda x: _logits(m(x)), b)),
+    "an output in a dataclass": Program(make=InDataclass, loss=lambda m, b: square(lambda x: m(x).logits, b)),
     "abandoned in a forward": Program(leaves="forward"),
     "abandoned after a backward": Program(leaves="backward"),
     "Nesterov": Program(optimizer=lambda p: SGD(p, lr=0.02, momentum=0.9, nesterov=True)),
@@ -319,10 +316,6 @@ FEW = (
     "unused",
     "clipped by hand",
 )
-
-
-def _logits(output: Any) -> Any:
-    return output.logits
 
 
 def said(action: Callable[[], Any]) -> Any:

@@ -69,10 +69,6 @@ def accumulator(engine: EngineConfig, model: nn.Module, **options: Any) -> Accum
     return over_sgd(model, 0.1, (8, 2), engine=engine, world=WORLD, count=lambda batch: len(batch[1]), **options)
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().sum()
-
-
 def spoiled(engine: EngineConfig) -> list[Any]:
     """With a sample that is skipped: applied or not, and the norm, window by window."""
     torch.manual_seed(1)
@@ -90,7 +86,7 @@ def trained(acc: Accumulator, stream: Stream) -> Iterator[Outcome]:
     for window in acc.windows(stream):
         for micro in window:
             with acc.accumulate():
-                acc.backward(loss_of(acc.model, micro.batch))
+                acc.backward((acc.model(micro.batch[0]) - micro.batch[1]).square().sum())
         assert acc.last is not None
         yield acc.last
 

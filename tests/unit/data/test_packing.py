@@ -23,10 +23,6 @@ from tests.support.runs import settings
 from tests.support.threads import on_ranks
 
 
-def gradient_alone(positions: str, updates: int) -> Tensor:
-    return torch.cat([change.flatten() for change in descend(make_model(positions).double(), updates).values()])
-
-
 def test_every_document_is_in_one_row_with_room() -> None:
     lengths = np.random.default_rng(0).integers(1, 50, size=300)
     rows = rows_of(lengths, 64)
@@ -81,7 +77,8 @@ def _cells() -> Iterator[Any]:
 def test_the_gradient_is_that_of_documents_alone(engine: str, world: int, positions: str) -> None:
     """Of one window, and of three, the last of which is ragged."""
     for updates in (1, 3):
-        truth = gradient_alone(positions, updates)
+        alone = descend(make_model(positions).double(), updates)
+        truth = torch.cat([change.flatten() for change in alone.values()])
         for found in on_ranks(world, lambda one, updates=updates: train(engine, one, positions, updates)):
             assert off(found, truth) < 1e-12
 

@@ -59,10 +59,6 @@ def _plain(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(model(x), y, **options)
 
 
-def _double(y: Tensor) -> Tensor:
-    return F.one_hot(y, 3).double()
-
-
 def _unignored(batch: Any) -> int:
     return int((batch[1] != 0).sum())
 
@@ -119,7 +115,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Any] | None, Give, Mean]] = {
         lambda a, x, y: a.backward(
             F.binary_cross_entropy_with_logits(a.model(x), F.one_hot(y, 3).float()), reduction="mean"
         ),
-        lambda m, x, y: F.binary_cross_entropy_with_logits(m(x), _double(y)),
+        lambda m, x, y: F.binary_cross_entropy_with_logits(m(x), F.one_hot(y, 3).double()),
     ),
 }
 

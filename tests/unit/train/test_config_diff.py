@@ -52,10 +52,6 @@ class Summed(CrossEntropy):
     """Another loss."""
 
 
-def _of_length(size: int) -> DataSpec:
-    return DataSpec(train=_data()[:size])
-
-
 def build(heads: int, bias: bool = True, sizes: tuple[int, ...] = (2, 3), scale: float = 1.0) -> None:
     """A target of a configuration."""
 
@@ -140,7 +136,10 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_index": ({"loss": CrossEntropy(ignore_index=0)}, r"loss: .*ignore_index=-100.* -> .*=0"),
     "loss": ({"loss": Summed()}, r"loss\._target_: the run has changed .*CrossEntropy -> \S+Summed\."),
     "other samples": ({"data": DataSpec(train=_data(seed=1))}, r"data: .*sample 0 is not the one it was \(8 of 8"),
-    "fewer samples": ({"data": _of_length(12)}, r"samples=12: but .* counts its windows with .*samples=16"),
+    "fewer samples": (
+        {"data": DataSpec(train=_data()[:12])},
+        r"samples=12: but .* counts its windows with .*samples=16",
+    ),
     "unit": (
         {
             "data": DataSpec(train=_data(), lengths=[FEATURES] * 16),

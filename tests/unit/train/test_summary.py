@@ -81,16 +81,12 @@ def test_names_of_results_are_printed_as_they_are() -> None:
     assert "unigram[/b]" in text.getvalue()
 
 
-def _gpt() -> GPT:
-    return GPT(vocab_size=50, seq_len=8, n_layer=12, n_head=2, n_embd=8, positions="learned")
-
-
 def _numel(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def test_blocks_of_one_shape_are_one_row_and_the_rows_add_up() -> None:
-    model = _gpt()
+    model = GPT(vocab_size=50, seq_len=8, n_layer=12, n_head=2, n_embd=8, positions="learned")
     rows = summarize(model)
     assert [(row.name, row.kind, row.parameters) for row in rows] == [
         ("tokens", "TokenEmbedding", _numel(model.tokens)),
