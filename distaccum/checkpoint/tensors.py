@@ -248,15 +248,15 @@ def storable(
     Returns:
         The tensors, and by name the type and the shape of what is stored as bytes.
     """
-    taken: dict[int, list[tuple[int, int]]] = {}  # by storage: begins and ends
-    result, notes = {}, {}
+    result = {name: tensor.detach().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
+    places = {name: (plain.untyped_storage().data_ptr(), plain.data_ptr()) for name, plain in result.items()}
+    notes, storage, end = dict[str, Any](), 0, 0  # of the ones before, in memory's order: a storage may hold thousands
+    for name in sorted(result, key=places.__getitem__):
+        (own, begin), plain = places[name], result[name]
+        end = end if own == storage else 0
+        result[name] = plain.clone() if begin < end else plain
+        storage, end = own, max(end, begin + plain.nbytes)
     for name, tensor in tensors.items():
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        begin = plain.data_ptr()
-        end, stretches = begin + plain.nbytes, taken.setdefault(plain.untyped_storage().data_ptr(), [])
-        overlaps = any(begin < other_end and other_begin < end for other_begin, other_end in stretches)
-        result[name] = plain.clone() if overlaps else plain
-        stretches.append((begin, end))
         if tensor.dtype not in known:
             notes[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
             result[name] = result[name].reshape(-1).view(torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from distaccum.verification.recorded import RecordedWindow
 
 # Roundings of one term of a gradient: it is scaled, accumulated and reduced; kernels add up in an order of their own.
 _ROUNDINGS = 64
+_TOGETHER = 2**20  # numbers of an all-reduce, and the rest of the last gradient
+_SQUARES = ("expected", "found", "product")  # of a part
 _ROAD = "plain autograd over the bare model"
 
 
@@ -67,7 +69,7 @@ def compare(
     divisor: float,
     clip_value: float | None,
 ) -> Comparison:
-    """Compares what the engine holds with the true gradient; a collective, and one all-reduce a parameter.
+    """Compares what the engine holds with the true gradient; a collective, and an all-reduce for some megabytes of it.
 
     Args:
         engine: whose step is looked at.
@@ -85,25 +87,17 @@ def compare(
     unit = recorded.loss_scale * engine.gradient_divide_factor * divisor
     expected = Expected(road=_ROAD, unit=unit, clip_value=clip_value)
     parts: dict[str, Part] = {}
-    for name, parameter in parameters.items():
-        part = plain.parts.get(name)
-        true = world.all_reduce_(
-            no_gradient(parameter, engine.device) if part is None else part.detach().clone().contiguous()
-        )
+    for name, true in _summed(world, parameters, plain, engine.device):
         if name in held:
             own = piece_of(true, held[name], starts[name])
             found = wide(to_local(held[name])).flatten()[: own.numel()]
         else:  # on no rank, or on another
             own = true if replicated else true.flatten()[:0]
             found = torch.zeros_like(own)
-        precision = roundings * torch.finfo(true.dtype).eps / 2 + 8 * engine.probe.unit_roundoff(parameter)
+        precision = roundings * torch.finfo(true.dtype).eps / 2 + 8 * engine.probe.unit_roundoff(parameters[name])
         right, other = own.double().flatten(), found.double().flatten()
-        parts[name] = Part(
-            expected=float(right @ right),
-            found=float(other @ other),
-            product=float(right @ other),
-            allowed=precision * sizes[name],
-        )
+        squares = torch.stack((right @ right, other @ other, right @ other)).tolist()  # reads the device once
+        parts[name] = Part(**dict(zip(_SQUARES, squares, strict=True)), allowed=precision * sizes[name])
         expected.add(name, true, own)
     ratios = [(part.product / part.expected, part.expected) for part in parts.values() if part.expected > 0]
     scale = _median([pair for pairs in world.all_gather_object(ratios) for pair in pairs])
@@ -116,6 +110,26 @@ def compare(
     ]
     wrong = [one for each in world.all_gather_object(own_wrong) for one in each]
     return Comparison(parts=parts, scale=scale, wrong=wrong, expected=expected)
+
+
+def _summed(
+    world: World, parameters: Mapping[str, nn.Parameter], plain: PlainGradient, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The true gradient of each parameter, summed over the ranks: small ones travel together."""
+    waiting, size = dict[str, Tensor](), 0
+    for i, (name, parameter) in enumerate(parameters.items(), start=1):
+        part = plain.parts.get(name)
+        waiting[name] = no_gradient(parameter, device) if part is None else part.detach()
+        size += waiting[name].numel()
+        if size < _TOGETHER and i < len(parameters):
+            continue
+        for dtype in {one.dtype: None for one in waiting.values()}:
+            some = {key: one for key, one in waiting.items() if one.dtype == dtype}
+            flat = world.all_reduce_(torch.cat([one.flatten() for one in some.values()]))
+            pieces = torch.split(flat, [one.numel() for one in some.values()])
+            waiting |= {key: piece.view(some[key].shape) for key, piece in zip(some, pieces, strict=True)}
+        yield from waiting.items()
+        waiting, size = {}, 0
 
 
 def layout(

@@ -144,9 +144,12 @@ class Expected:
     def add(self, name: str, true: Tensor, own: Tensor) -> None:
         """Adds a parameter's gradient, and the elements of it that this rank's optimizers should be given."""
         bound = math.inf if self.clip_value is None else abs(self.clip_value * self.unit)
-        self.whole += square(true) / self.unit**2
-        self.clipped += square(true.double().clamp(-bound, bound)) / self.unit**2
-        self.own[name] = square(own.double().clamp(-bound, bound)) / self.unit**2
+        whole = square(true)
+        clipped = whole if self.clip_value is None else square(true.double().clamp(-bound, bound))
+        given = clipped if own.numel() == true.numel() else square(own.double().clamp(-bound, bound))
+        self.whole += whole / self.unit**2
+        self.clipped += clipped / self.unit**2
+        self.own[name] = given / self.unit**2
 
     @property
     def norm(self) -> float:
