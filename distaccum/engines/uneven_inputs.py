@@ -524,7 +524,9 @@ def is_record(value: object) -> bool:
 def leaves(value: Any) -> Iterator[Any]:
     """Of a pytree, and of dataclasses and objects of users' classes in it."""
     for leaf in tree_flatten(value)[0]:
-        if is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
                 yield from leaves(getattr(leaf, item.name, None))
         elif is_record(leaf):

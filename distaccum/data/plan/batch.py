@@ -518,8 +518,8 @@ class _Rest:
 
 def share_of(window: range, rank: int, world_size: int) -> range:
     """The positions of a window that ``rank`` computes."""
-    begin, end = (len(window) * r // world_size for r in (rank, rank + 1))
-    return window[begin:end]
+    samples = len(window)
+    return window[samples * rank // world_size : samples * (rank + 1) // world_size]
 
 
 def largest_share(plan: Plan) -> int:

@@ -126,10 +126,11 @@ class ShardedModel:
 
     def whole_gradients(self) -> list[Tensor | None]:
         """Of each parameter the gradient that is accumulated whole and not reduced yet."""
-        found = [None if leaf is None else leaf.grad for leaf in self.leaves()]
-        if self._moves:
-            moved = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
-            found = [own if other is None else other for own, other in zip(found, moved, strict=True)]
+        found = []
+        for parameter in self._parameters:  # a loop: this runs in every micro-step, and a comprehension is a call
+            leaf = getattr(parameter, "_unsharded_param", None)
+            moved = parameter.unsharded_accumulated_grad if self._moves else None
+            found.append(moved if moved is not None or leaf is None else leaf.grad)
         return found
 
     def fill_reductions(
