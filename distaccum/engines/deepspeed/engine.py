@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -43,6 +44,11 @@ _SHARDED = (
 )
 
 
+_OF_NOTHING = re.compile(r"[(\[]0[)\]]|\b0x\d|\dx0\b")  # how torch's errors give the shape of an empty tensor
+_OUT_OF_ITS_MODULE = (
+    "a tensor of no elements was computed with: at engine.stage=3 a weight is whole in the forward of its own module "
+    "alone. Read it there, or use engine.stage=2"
+)
 _DIFFERENT_MODULES = (
     "ranks ran different modules in this step, or in another order: at engine.stage=3 each module's forward is a "
     "collective, and parts of two modules may have been put together. Run the same on every rank, or use engine=ddp"
@@ -60,6 +66,17 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[
     if stage >= _FIRST_THAT_SHARDS_PARAMETERS and names_set_aside(model):
         problem = "with adapters, whose frozen base checkpoints leave out, it was not tried"
         raise ConfigError("engine.stage", stage, problem, "Use engine.stage=2, or engine=fsdp2 to shard the base")
+
+
+@contextmanager
+def _weights_in_place(*, sharded: bool) -> Iterator[None]:
+    """Says what is wrong where a forward computes with a weight that no rank holds then."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not sharded or not _OF_NOTHING.search(str(error)):
+            raise
+        raise MisuseError(_OUT_OF_ITS_MODULE) from error
 
 
 class DeepSpeedEngine(Engine):
@@ -172,7 +189,7 @@ class DeepSpeedEngine(Engine):
 
     def _replay(self) -> None:
         assert self._uneven_inputs is not None
-        with self._backwards.of_replay():
+        with self._backwards.of_replay(), _weights_in_place(sharded=True):
             self._uneven_inputs.replay(self.autocast)
 
     def _drop_stray_gradients(self) -> None:
@@ -214,7 +231,8 @@ class DeepSpeedEngine(Engine):
         self._left -= 1
         if self._uneven_inputs:
             self._uneven_inputs.begin_micro_step()
-        yield
+        with _weights_in_place(sharded=self._uneven_inputs is not None):
+            yield
         if self._uneven_inputs:
             self._uneven_inputs.end_micro_step()
         self._due = self._due or sync

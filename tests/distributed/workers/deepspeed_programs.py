@@ -56,6 +56,14 @@ class InDataclass(Net):
         return Output(super().forward(*args, **kwargs))
 
 
+class Reads(Net):
+    """Another module's weight."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        moved: Tensor = nn.functional.linear(x, next(iter(self.first.parameters())))
+        return super().forward(x) + moved.mean(1, keepdim=True)
+
+
 class PastAutograd(Net):
     """Its loss has a gradient, of the input alone."""
 
@@ -292,6 +300,7 @@ PROGRAMS: dict[str, Program] = {
     "unused, plain SGD": Program(optimizer=sgd, loss=lambda m, b: square(m, b, rare=False)),
     "unused": Program(loss=lambda m, b: square(m, b, rare=False)),
     "used by some samples": Program(loss=by_sample, micro=1, size=2),
+    "a weight out of its module": Program(make=Reads),
     "past autograd": Program(make=PastAutograd),
     "clipped by hand": Program(inside=clip),
     "a backward past the accumulator": Program(inside=backward_past),
@@ -315,6 +324,7 @@ FEW = (
     "used by some samples",
     "unused",
     "clipped by hand",
+    "a weight out of its module",
 )
 
 
