@@ -7,34 +7,48 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
 from stat import S_ISREG
 from time import sleep
 from types import TracebackType
-from typing import BinaryIO, TypeAlias, TypeVar
-
-from blake3 import blake3
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 # The digests of a checkpoint's files: BLAKE3, which a core makes of 7 GB in a second, where SHA-256 takes three more.
-# A digest names its algorithm, as ``blake3:9f64...``.
+# That is for a machine where nothing can be installed. A digest names its algorithm, as ``blake3:9f64...``.
+_BLAKE3, _SHA256 = "blake3", "sha256"
+_ALGORITHMS: dict[str, Callable[[], Any]] = {_SHA256: sha256}
+with suppress(ModuleNotFoundError):
+    from blake3 import blake3
 
-NAME = "blake3:"
+    _ALGORITHMS[_BLAKE3] = blake3
 
 
-def begin_digest() -> blake3:
-    """A digest of nothing yet; where its ``update`` takes many bytes, it does so without the interpreter's lock."""
-    return blake3()
+def begin_digest(like: str = "") -> Any:
+    """A digest of nothing yet; where its ``update`` takes many bytes, it does so without the interpreter's lock.
+
+    Args:
+        like: a digest, whose algorithm is taken; without one the quickest that is there.
+
+    Raises:
+        ImportError: that algorithm is not there.
+    """
+    name = like.partition(":")[0]
+    if name == _BLAKE3 not in _ALGORITHMS:
+        raise ImportError("its digests are BLAKE3's, and the package blake3 is not here: pip install blake3")
+    quickest = list(_ALGORITHMS.values())[-1]
+    return _ALGORITHMS.get(name, quickest)()
 
 
-def digest_text(digest: blake3) -> str:
+def digest_text(digest: Any) -> str:
     """The digest with its algorithm's name, as manifests have it."""
-    return f"{NAME}{digest.hexdigest()}"
+    return f"{digest.name}:{digest.hexdigest()}"
 
 
 _T = TypeVar("_T")
@@ -268,17 +282,21 @@ class HashingWriter:
         return hashed.result()
 
 
-def digests(files: Iterable[Path]) -> list[str | None]:
+def digests(files: Mapping[Path, str]) -> list[str | None]:
     """The digest of each file, None for what is none, such as a link; the large ones are read by threads.
 
+    Args:
+        files: with each a digest whose algorithm is taken, as :func:`begin_digest` does.
+
     Raises:
+        ImportError: an algorithm is not there.
         OSError: one cannot be read, again and again.
     """
     tasks: list[Callable[[], str | None]] = []
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
     try:
-        for file in files:
-            read = partial(retried, partial(_digest, file), of=file)
+        for file, like in files.items():
+            read = partial(retried, partial(_digest, file, like), of=file)
             large = retried(partial(_size, file), of=file) >= _LARGE
             tasks.append(threads.submit(read).result if large else read)
         return [task() for task in tasks]
@@ -308,10 +326,10 @@ def _size(path: Path) -> int:
     return found.st_size if S_ISREG(found.st_mode) else 0
 
 
-def _digest(path: Path) -> str | None:
+def _digest(path: Path, like: str) -> str | None:
     if not is_file(path):
         return None
-    found, buffer = begin_digest(), bytearray(_READ)
+    found, buffer = begin_digest(like), bytearray(_READ)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             found.update(memoryview(buffer)[:size])

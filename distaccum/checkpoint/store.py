@@ -377,7 +377,7 @@ def verify(path: Path) -> None:
 
     Raises:
         CheckpointError: it is damaged: there is no manifest, or a file that is read is missing, added or changed.
-        UnreadableError: a file cannot be read, again and again.
+        UnreadableError: a file cannot be read, again and again; or what made its digest is not installed.
     """
     await_files(path)
     try:
@@ -385,9 +385,11 @@ def verify(path: Path) -> None:
         expected: dict[str, str] = json.loads(text)
         if not isinstance(expected, dict):
             raise CheckpointError(f"{path}: {MANIFEST} is no manifest")
-        actual = _digests(path)
+        actual = _digests(path, like=expected)
     except (*ABSENT, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: no readable {MANIFEST} ({error})") from error
+    except ImportError as error:
+        raise UnreadableError(f"{path}: {error}") from error
     except OSError as error:
         raise UnreadableError(f"{path}: cannot be read ({error}): {_TRY_AGAIN}") from error
     added = {name for name in actual.keys() - expected.keys() if not _READ.match(name)}
@@ -426,10 +428,12 @@ def _seal(folder: Path, known: Mapping[str, str] = _NONE) -> None:
     write_json(folder / MANIFEST, _digests(folder, known))  # syncs the folder too
 
 
-def _digests(folder: Path, known: Mapping[str, str] = _NONE) -> dict[str, str | None]:
+def _digests(
+    folder: Path, known: Mapping[str, str] = _NONE, *, like: Mapping[str, Any] = _NONE
+) -> dict[str, str | None]:
     """By name: the digest of a file, "" for a folder, and None for what is neither, such as a link.
 
-    ``known`` ones are taken as they are.
+    ``known`` ones are taken as they are; others have the algorithms of ``like``.
     """
     found: dict[str, str | None] = dict(known)
     unknown: dict[str, Path] = {}
@@ -442,7 +446,8 @@ def _digests(folder: Path, known: Mapping[str, str] = _NONE) -> dict[str, str | 
             relative = path.relative_to(folder).as_posix()
             if path != folder / MANIFEST and relative not in known:
                 unknown[relative] = path
-    found |= zip(unknown, digests(unknown.values()), strict=True)
+    alike = {path: str(like.get(name) or "") for name, path in unknown.items()}
+    found |= zip(unknown, digests(alike), strict=True)
     return dict(sorted(found.items()))
 
 

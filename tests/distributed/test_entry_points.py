@@ -33,6 +33,16 @@ METRICS = [
 ]
 
 
+def test_what_is_not_installed_is_named_in_one_line() -> None:
+    bare = [sys.executable, "-S", ROOT / "launch" / "train.py"]  # without what was installed
+    finished = subprocess.run(bare, capture_output=True, text=True, check=False)
+    assert finished.returncode == 1
+    assert finished.stderr.startswith(
+        "not installed, and needed: torch, numpy, hydra, omegaconf, safetensors, rich; `pip"
+    )
+    assert finished.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_run_leaves_what_the_contract_says(tmp_path: Path) -> None:
     finished = succeed(

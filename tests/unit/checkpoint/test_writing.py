@@ -71,7 +71,7 @@ def test_digests_of_what_is_written_are_those_of_the_files(tmp_path: Path) -> No
         f"model-{i}.safetensors": size for i, size in enumerate(sizes)
     }
     assert found == {path.name: f"blake3:{blake3(path.read_bytes()).hexdigest()}" for path in tmp_path.iterdir()}
-    assert digests([tmp_path / name for name in found]) == list(found.values())
+    assert digests({tmp_path / name: "" for name in found}) == list(found.values())
 
 
 def test_a_digest_is_the_one_that_others_make() -> None:
@@ -80,6 +80,24 @@ def test_a_digest_is_the_one_that_others_make() -> None:
     for piece in (b"a", b"", b"bc"):
         found.update(piece)
     assert files.digest_text(found) == expected
+
+
+def test_a_machine_without_blake3_makes_its_own_digests_and_says_what_others_need(
+    tmp_path: Path, gloo_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_both, store = dict(files._ALGORITHMS), CheckpointStore(tmp_path, keep=0)
+    there = store.save(1, gloo_world, lambda folder: _write([3], folder))
+    monkeypatch.setattr(files, "_ALGORITHMS", {"sha256": by_both["sha256"]})
+    own = store.save(2, gloo_world, lambda folder: _write([4, LARGE], folder))
+    assert {value.partition(":")[0] for value in json.loads((own / MANIFEST).read_text()).values()} == {"sha256"}
+    verify(own)
+    with pytest.raises(UnreadableError, match=r"step-1: its digests are BLAKE3's, .*: pip install blake3$"):
+        verify(there)
+    monkeypatch.setattr(files, "_ALGORITHMS", by_both)
+    verify(own)
+    (own / "model-0.safetensors").write_bytes(b"x" * 4)
+    with pytest.raises(CheckpointError, match="changed: model-0"):
+        verify(own)
 
 
 @pytest.mark.fault("a write that the disk loses in silence, before the checkpoint is sealed")
