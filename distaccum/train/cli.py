@@ -102,12 +102,16 @@ def _run_rank(environment: LaunchEnvironment, launch_of: Callable[[LaunchEnviron
             launch = launch_of(environment)
             if environment.launched:
                 die_with_parent(launch.dies_by)
-            store = launch.store()
+            coordinator = JobCoordinator(launch.environment, launch.store(), lost=launch.lost_at_start)
+            run_jobs = _run_main_rank if launch.environment.rank == 0 else _run_worker_rank
+            exit_code = run_jobs(launch, coordinator, signals)
         except ConfigError as error:
             return _print_config_error(error)
-        coordinator = JobCoordinator(launch.environment, store, lost=launch.lost_at_start)
-        run_jobs = _run_main_rank if launch.environment.rank == 0 else _run_worker_rank
-        exit_code = run_jobs(launch, coordinator, signals)
+        except (torch.distributed.DistError, TimeoutError) as error:  # a run tells of its own
+            place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            why = str(error).partition("\n")[0]
+            _log.error("the launcher's store at %s is lost, and no run goes on: %s", place, why)
+            return 1
         signals.ignore()
     launch.end(exit_code)
     return exit_code

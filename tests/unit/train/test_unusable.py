@@ -10,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import DistNetworkError, HashStore, Store
 
 from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint.store import MANIFEST, _seal
 from distaccum.data import factory
 from distaccum.data.factory import loading_options
+from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
+from distaccum.train import cli
+from distaccum.train.run import Launch
 from distaccum.train.run_dir import RunDir
 from tests.support.runs import settings
 from tests.unit.checkpoint.test_damage import Canary, _torch
@@ -119,6 +123,29 @@ def test_a_path_that_is_too_long_is_none(gloo_world: World, tmp_path: Path) -> N
         _fit(tmp_path / "run", 1, resume=long)
     with pytest.raises(ConfigError, match=r"^init_from=.*File name too long"):
         _fit(tmp_path / "run", 1, init_from=long)
+
+
+@pytest.mark.fault("the launcher's store dies before a run begins")
+def test_a_store_that_dies_before_a_run_begins(caplog: pytest.LogCaptureFixture, says: Callable[[str], None]) -> None:
+    """It was a traceback of torch's."""
+
+    class Lost(Launch):
+        def store(self) -> Store:
+            raise DistNetworkError("Connection reset by peer\nException raised from recvBytes")
+
+    class Dying(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise DistNetworkError("Connection reset by peer")
+
+    class Dies(Launch):
+        def store(self) -> Store:
+            return Dying()
+
+    for launch in (Lost, Dies):
+        caplog.clear()
+        assert cli._run_rank(LaunchEnvironment(), launch) == 1
+        (record,) = caplog.messages
+        says(record)
 
 
 BROKEN = [
