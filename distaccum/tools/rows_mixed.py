@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -119,9 +120,17 @@ class RowsMixed:
 
 
 def _compiles() -> bool:
-    """Whether something is compiled in this process: torch would run it uncompiled while operators are noted."""
+    """Whether the program compiles something: torch would run it uncompiled while operators are noted."""
     known = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    return any(backend is not None for backend in known.values())
+    backends = sum(backend is not None for backend in known.values())
+    return backends > 0 and backends > len(_compiled_by_deepspeed())
+
+
+def _compiled_by_deepspeed() -> set[int]:
+    """The functions of DeepSpeed's own that are compiled where it is imported."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.")]
+    every = (one for module in modules for one in list(vars(module).values()))
+    return {id(one) for one in every if isinstance(one, FunctionType) and hasattr(one, "_torchdynamo_orig_callable")}
 
 
 class _Tail(TorchDispatchMode):
@@ -205,7 +214,7 @@ class _Tail(TorchDispatchMode):
         """In words, a loss that weighs the labels of two samples by one another; empty where there is none."""
         rows, rounding = torch.arange(self.rows), _ROUNDING_16 if self._sixteen else _ROUNDING
         again = self._run(losses, rows, rows)
-        if not all(abs(value - float(losses[name])) <= rounding * abs(value) for name, value in again.items()):
+        if not all(abs(value - float(losses[name].detach())) <= rounding * abs(value) for name, value in again.items()):
             return ""  # something else than operators has a part in it, as a gathering
         places = [[first, second] for first in (one, other) for second in (one, other)]  # of even rows, of odd ones
         found = [self._run(losses, torch.tensor(pair)[rows % 2], rows * 0 + one) for pair in places]
