@@ -2,13 +2,21 @@
 # Sourced by train.sh and test.sh: a virtual environment in the checkout, made once from the lock files.
 # requirements.lock is what the main job needs; with development=yes, requirements-dev.lock comes on top, and with the
 # word engine=deepspeed among the arguments DeepSpeed.
-# PYTHON names the interpreter to make it from (3.11 or later). Sets $root and $python.
+# PYTHON names the interpreter to make it from (3.11 or later). REQUIRE_HASHES=yes takes the files with hashes in their
+# place, by which pip refuses any file that is not the package index's own. Sets $root and $python.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
 
 outdated() { ! cmp -s "$root/$1" "$root/.venv/installed/$1"; }
 remember() { mkdir -p "$root/.venv/installed" && cp "$root/$1" "$root/.venv/installed/$1"; }
+locked() {
+    if [ "${REQUIRE_HASHES:-no}" = yes ]; then
+        install --require-hashes -r "$root/$1-hashed.lock"
+    else
+        install -r "$root/$1.lock"
+    fi
+}
 install() { "$python" -m pip install --quiet --disable-pip-version-check "$@" >&2; }
 
 if outdated requirements.lock; then
@@ -19,12 +27,12 @@ if outdated requirements.lock; then
     fi
     echo "Setting up $root/.venv (once) ..." >&2
     "$base" -m venv --clear "$root/.venv"
-    install -r "$root/requirements.lock"
+    locked requirements
     remember requirements.lock
 fi
 if [ "${development:-no}" = yes ] && outdated requirements-dev.lock; then
     echo "Adding what the tests need to $root/.venv (once) ..." >&2
-    install -r "$root/requirements-dev.lock"
+    locked requirements-dev
     remember requirements-dev.lock
 fi
 if outdated pyproject.toml; then

@@ -35,6 +35,24 @@ def _pins(name: str) -> dict[str, str]:
     return {canonicalize_name(name): number for name, number in pins.items()}
 
 
+@pytest.mark.parametrize("name", ["requirements", "requirements-dev"])
+def test_each_version_of_a_lock_file_has_hashes(name: str) -> None:
+    """``pip install --require-hashes`` takes nothing without; other systems' packages lie beside the lock file's."""
+    hashes = r"(?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+"
+    entries = re.findall(rf"^([\w.-]+)==(\S+)(?: ;.*?)? \\{hashes}$", _text(name), re.MULTILINE)
+    assert len(entries) == len(re.findall(r"^[\w.-]+==", _text(name), re.MULTILINE))
+    found, pins = {canonicalize_name(package): number for package, number in entries}, _pins(f"{name}.lock")
+    assert {package: found.get(package) for package in pins} == pins
+    others = {package for package in found.keys() - pins.keys() if not CUDA.match(package)}
+    assert others <= {"appnope", "httpx2-jsfetch", "setuptools"}
+    if name != "requirements":
+        assert "-r requirements-hashed.lock" in _text(name).splitlines()
+
+
+def _text(name: str) -> str:
+    return (ROOT / f"{name}-hashed.lock").read_text()
+
+
 @pytest.fixture
 def locked() -> None:
     """Skips in an environment of other versions: what they need is not what the lock files list."""
