@@ -211,8 +211,8 @@ def tests(options: Options) -> list[Figure]:
     ]
 
 
-def two_ranks(options: Options) -> list[Figure]:
-    """Two ranks over gloo, which share the GPU: see ``two_ranks.py``.
+def two_ranks(options: Options, backend: str = "gloo") -> list[Figure]:
+    """Two ranks which share the GPU: see ``two_ranks.py``.
 
     Raises:
         RuntimeError: a rank failed.
@@ -220,9 +220,15 @@ def two_ranks(options: Options) -> list[Figure]:
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "figures.json"
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        sizes = "small" if options.small else "full"
-        succeed([*start, "-m", "launch.bench.gpu.two_ranks", str(answer), sizes], {"OMP_NUM_THREADS": "1"})
+        start += ["--local-addr", "127.0.0.1", "-m", "launch.bench.gpu.two_ranks"]
+        succeed([*start, str(answer), "small" if options.small else "full", backend], {"OMP_NUM_THREADS": "1"})
         return [Figure(**one) for one in json.loads(answer.read_text())]
+
+
+def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs a program of this checkout to its end, and gives its exit code; its output goes to the log."""
+    given = {**os.environ, **python_path(), **environment}
+    return subprocess.run(command, cwd=ROOT, env=given, check=False).returncode  # noqa: S603
 
 
 def succeed(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -231,9 +237,7 @@ def succeed(command: Sequence[str], environment: Mapping[str, str]) -> None:
     Raises:
         RuntimeError: it failed.
     """
-    given = {**os.environ, **python_path(), **environment}
-    code = subprocess.run(command, env=given, check=False).returncode  # noqa: S603
-    if code:
+    if code := run(command, environment):
         raise RuntimeError(f"{' '.join(command[1:4])} ended with exit code {code}")
 
 

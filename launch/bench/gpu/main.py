@@ -1,5 +1,8 @@
 """What distaccum does on a GPU: ``python launch/bench gpu part=correct`` (or ``speed``, ``size``, ``all``).
 
+``profile=first`` is for the first minutes on a machine: some of all parts in an order of worth, each with a limit of
+its own (``first.py``), and all output in one ``first.log``.
+
 Each measurement runs in a fresh process, so that a CUDA error, memory that has run out or a hang is that one's alone.
 It needs neither a network nor W&B; rich and matplotlib are used where they are installed. ``report.json`` in the run
 directory is written anew after each measurement, and has all that was run there: ``part=speed`` after ``part=correct``
@@ -31,6 +34,7 @@ from launch.bench.gpu.processes import Answer, ask
 from launch.bench.gpu.report import Measured, Report
 
 PARTS = {name: f"launch.bench.gpu.{name}" for name in ("correct", "speed", "size")}
+FIRST = {"first": "launch.bench.gpu.first"}
 LOOK_S = 180.0  # for the machine and the names of all measurements: torch is imported from a cold disk
 WHOLE = "(all)"  # the name under which a part stands that cannot be imported
 SHARE = 0.5  # of a part's time that one measurement has at most: one that hangs leaves some to those after it
@@ -40,6 +44,7 @@ LEAST_S = 10.0  # a measurement is not begun with less: a process takes as long 
 def check(values: Mapping[str, Any], parts: Mapping[str, str] = PARTS) -> None:
     """Raises ConfigError for settings that cannot be; names of measurements are looked at later."""
     require_choice("part", values["part"], (*parts, "all"))
+    require_choice("profile", values["profile"], (None, *FIRST))
     require_choice("small", values["small"], ("auto", True, False))
     minutes = values["minutes"]
     number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
@@ -77,7 +82,7 @@ def run(values: Mapping[str, Any], folder: Path, parts: Mapping[str, str] = PART
     """
     check(values, parts)
     part, only = values["part"], values["only"]
-    wanted = parts if part == "all" else {part: parts[part]}
+    wanted = FIRST if values["profile"] else parts if part == "all" else {part: parts[part]}
     with TemporaryDirectory(prefix="distaccum-gpu-") as temporary:
         answers = Path(temporary)
         found = ask({"look": wanted}, answers / "look.json", log=answers / "look.log", limit_s=LOOK_S)
@@ -95,7 +100,7 @@ def run(values: Mapping[str, Any], folder: Path, parts: Mapping[str, str] = PART
         ends, seconds = dict[str, float](), 60 * values["minutes"]
         for own, name in asked:
             left = ends.setdefault(own, monotonic() + seconds) - monotonic()
-            limit = min(left, SHARE * seconds)
+            limit = min(left, found.content["limits"].get(name, SHARE * seconds))
             report.add(_measure(wanted[own], own, name, small=small, folder=folder, answers=answers, limit_s=limit))
     report.finish()
     if find_spec("matplotlib") is not None:
@@ -113,11 +118,14 @@ def _measure(
         return measured.left_out("no time was left in this part: raise minutes, or name it in only=[...]")
     print(f"{part}: {name}", file=sys.stderr, flush=True)  # noqa: T201  minutes may pass before the table
     file = re.sub(r"\W+", "-", f"{part} {name}")
-    log = folder / "logs" / f"{file}.log"
+    log = (answers if part in FIRST else folder / "logs") / f"{file}.log"
     log.parent.mkdir(exist_ok=True)
     began = monotonic()
     asked = {"module": module, "name": name, "small": small}
     answer: Answer = ask(asked, answers / f"{file}.json", log=log, limit_s=limit_s)
+    if part in FIRST:
+        with (folder / f"{part}.log").open("a") as together:
+            together.write(f"=== {name}\n{log.read_text(errors='replace')}\n")
     figures, seconds = answer.content.get("figures", []), monotonic() - began
     return measured.done(figures, error=answer.error, said=answer.said, seconds=seconds)
 

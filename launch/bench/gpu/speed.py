@@ -123,14 +123,16 @@ def tiny_window(options: Options) -> list[Figure]:
     return figures
 
 
-def beside_hand_written(options: Options, *, compiled: bool) -> list[Figure]:
-    """124M in bf16: the Trainer and the loop by hand, in turn, at the largest micro-batch that fits."""
+def beside_hand_written(
+    options: Options, *, compiled: bool, micro_sizes: Sequence[int] = MICRO_SIZES, samples: int = WINDOW
+) -> list[Figure]:
+    """124M in bf16: the Trainer and the loop by hand, in turn, at the first micro-batch that fits."""
 
     def at(micro_size: int) -> list[Figure]:
         compile_ = "model" if compiled else "none"
         with alone(options) as world, TemporaryDirectory() as folder:
             settings = ("precision=bf16", f"compile={compile_}")
-            config = run_config(options, "124m", *settings, micro_size=micro_size, accumulation=WINDOW // micro_size)
+            config = run_config(options, "124m", *settings, micro_size=micro_size, accumulation=samples // micro_size)
             ours = warmed_up(trainer(components_of(config, world), world, folder), 2)
             peak = peak_of_window(ours, options.device)
             steps = {"Trainer": ours, "by hand": warmed_up(reference_loop(components_of(config, world), world), 2)}
@@ -155,7 +157,7 @@ def beside_hand_written(options: Options, *, compiled: bool) -> list[Figure]:
             Figure(of=of, name="Trainer's window over the hand-written one, minimum", value=lowest),
         ]
 
-    figures = at_largest(at, MICRO_SIZES, options.device)
+    figures = at_largest(at, micro_sizes, options.device)
     if compiled:
         figures += [
             Figure(of=f"124m, {name}, as reported", name="tokens per second", value=value, unit="tokens/s")

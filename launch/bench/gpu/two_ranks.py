@@ -1,13 +1,17 @@
-"""Two ranks over gloo, on one GPU where there is one: run by torchrun, ``two_ranks.py FILE small`` (or ``full``).
+"""Two ranks on one GPU where there is one: run by torchrun, ``two_ranks.py FILE small gloo`` (or ``full``, ``nccl``).
 
 ``ddp``, ``zero1`` and ``fsdp2`` take the window of ``window.py``, in which one rank has a micro-batch less, and agree
 in every bit of the weights. Then fp16's loss scale: a window that overflows on one rank alone is skipped by both. The
 figures are written to FILE.
+
+NCCL refuses two ranks on one GPU of one host, and takes ranks that tell different ``NCCL_HOSTID`` for those of several:
+they talk through sockets then, slowly, by NCCL's own code all the same.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,6 +38,12 @@ SIZE, WIDTH = 8, 16  # samples of a window, features of each
 OVERFLOWS = 1  # the window, and the second half of it, that is too large for fp16 on the second rank
 REPLICATED = ("ddp", "zero1")  # the others hold each weight once
 SCALE = 2.0**window.SCALE_POWER
+
+
+def take_hosts_apart() -> None:
+    """Has NCCL, before it begins, take each rank for one of a host of its own."""
+    os.environ |= {"NCCL_HOSTID": f"rank-{os.environ.get('RANK', '0')}", "NCCL_SOCKET_IFNAME": "lo"}
+    os.environ |= {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}
 
 
 def overflowing() -> list[tuple[Tensor, Tensor]]:
@@ -117,8 +127,9 @@ def main() -> None:
     """Measures, and rank 0 writes the figures."""
     die_with_parent()
     ranks = LaunchEnvironment.from_environment()
-    device = ranks.device("gloo")
-    with open_world(ranks, ranks.store(), device, TIMEOUT, backend="gloo") as world:
+    device, backend = ranks.device("gloo"), "auto" if sys.argv[3] == "nccl" else "gloo"
+    take_hosts_apart()
+    with open_world(ranks, ranks.store(), device, TIMEOUT, backend=backend) as world:
         figures = measure(world, small=sys.argv[2] == "small")
         if world.is_main:
             Path(sys.argv[1]).write_text(json.dumps([asdict(figure) for figure in figures]))

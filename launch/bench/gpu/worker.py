@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -23,14 +24,16 @@ from launch.bench.gpu.machine import facts
 
 
 def look(parts: Mapping[str, str]) -> dict[str, Any]:
-    """The machine's facts, the measurements of each part, and what kept a part from being imported."""
+    """The machine's facts, each part's measurements, what kept a part from being imported, and limits in seconds."""
     names, broken = {}, {}
+    limits: dict[str, float] = {}
     for part, module in parts.items():
         try:
             names[part] = list(measurements(module))
+            limits |= getattr(import_module(module), "LIMITS", {})
         except Exception as error:  # a part may need what is not installed: the others run
             broken[part] = f"{type(error).__name__}: {error}"
-    return {"machine": facts(), "names": names, "broken": broken}
+    return {"machine": facts(), "names": names, "broken": broken, "limits": limits}
 
 
 def measurements(module: str) -> Mapping[str, Measurement]:

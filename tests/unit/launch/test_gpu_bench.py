@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distaccum.errors import ConfigError
-from launch.bench.gpu import main, plots, processes
+from launch.bench.gpu import first, main, plots, processes
 from launch.bench.gpu.report import DONE, FAILED, LEFT_OUT, Measured, Report
 from tests.support.commands import ROOT, environment
 
 HERE = "tests.unit.launch.gpu_parts"
 PARTS = {"correct": HERE}
-VALUES: dict[str, Any] = {"part": "correct", "small": "auto", "minutes": 2, "only": []}
+VALUES: dict[str, Any] = {"part": "correct", "small": "auto", "minutes": 2, "only": [], "profile": None}
 MACHINE = {
     "torch": "2.11.0",
     "cuda": "",
@@ -162,6 +162,7 @@ def test_a_chart_for_each_thing_that_is_measured_and_none_of_words(tmp_path: Pat
     ("given", "message"),
     [
         ({"part": "fast"}, "part=fast: no such choice. Use one of correct, speed, size, all"),
+        ({"profile": "quick"}, "profile=quick: no such choice. Use one of first"),
         ({"small": "yes"}, "small=yes: no such choice"),
         ({"minutes": 0}, "minutes=0: must be a positive"),
         ({"minutes": "9m"}, "minutes=9m: is no number"),
@@ -191,6 +192,21 @@ def test_the_program_that_starts_the_processes_loads_no_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
     )
     assert not set(listed.stdout.split()) & {"torch", "rich", "wandb", "matplotlib", "numpy"}
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_the_first_minutes_run_on_a_cpu(tmp_path: Path) -> None:
+    """All of them, in small sizes; few files, as a machine that is lent gives back."""
+    command = [sys.executable, "launch/bench", "gpu", "profile=first", "minutes=14", f"hydra.run.dir={tmp_path}"]
+    own = environment(OMP_NUM_THREADS="1")
+    finished = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + (tmp_path / "first.log").read_text()[-4000:]
+    found = _of(tmp_path)
+    assert [name.removeprefix("first ") for name in found] == list(first.MEASUREMENTS)
+    assert {name: one["error"] for name, one in found.items() if one["state"] != DONE} == {}
+    assert [figure["holds"] for one in found.values() for figure in one["figures"]].count(True) >= 80
+    assert {file.name for file in tmp_path.iterdir()} <= {"first.log", "first.png", "report.json", "report.md"}
 
 
 @pytest.mark.timeout(1300)
