@@ -405,14 +405,16 @@ def await_files(folder: Path) -> None:
     Whoever reads them says what has not come after two seconds, or cannot be read.
     """
 
-    def look() -> None:
-        names = json.loads(_manifest(folder))
-        _walk(folder)  # for which NFS asks what is there, where it remembers that something is not
-        if isinstance(names, dict) and not all(os.path.lexists(folder / name) for name in names):
-            raise FileNotFoundError
-
     with suppress(OSError, ValueError, RecursionError, CheckpointError):
-        awaited(look)
+        names: Mapping[str, str] = json.loads(awaited(partial(_manifest, folder)))
+
+        def look() -> None:
+            if [name for name in names if not os.path.lexists(folder / name)]:  # looks at each: all may be late
+                _walk(folder)  # for which NFS asks what is there, where it remembers that something is not
+                raise FileNotFoundError
+
+        if isinstance(names, dict):
+            awaited(look)
 
 
 def _seal(folder: Path, known: Mapping[str, str] = _NONE) -> None:

@@ -48,6 +48,17 @@ def test_two_hosts_train_bitwise_as_one_does(hosts: Hosts, tmp_path: Path) -> No
     assert min(sent) > 5 * 4 * 7216
 
 
+@pytest.mark.heavy
+def test_a_host_that_sees_a_checkpoint_late_resumes_bitwise(hosts: Hosts, tmp_path: Path) -> None:
+    """As with NFS; what holds back directory entries is ``late_entries.py``. It was an error that there is none."""
+    script, saved = Path(__file__).with_name("late_entries.py"), ("checkpoint.every=1", "resume=auto")
+    for steps in (3, 5):
+        words = (*SETTINGS, *saved, f"trainer.max_steps={steps}", f"hydra.run.dir={tmp_path / 'two'}")
+        succeed_on(hosts, *words, script=script)
+    succeed(*SETTINGS, f"hydra.run.dir={tmp_path / 'one'}", world=2)
+    assert _ranks_metrics(tmp_path / "two") == _ranks_metrics(tmp_path / "one")
+
+
 def _values(*overrides: str) -> dict[str, Any]:
     """The plain values of ``conf/link.yaml`` with these overrides."""
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
