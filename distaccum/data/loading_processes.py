@@ -162,7 +162,7 @@ SHARED_MEMORY, _CGROUP = Path("/dev/shm"), Path("/sys/fs/cgroup")  # noqa: S108 
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory)"
 _LESS_AHEAD = "prefetch_windows=0 loads less ahead"
 _ENDS_WITHIN_S = 2.0
-_NO_MORE = (errno.EAGAIN, errno.ENOMEM)
+_NO_MORE = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC)
 _MOST_NESTED = 1000  # objects of a dataset that are looked at
 _KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)\..*")
 
@@ -228,6 +228,8 @@ class Iteration:
             if getattr(error, "errno", None) in _NO_MORE or "can't start new thread" in str(error):
                 problem = f"not all of {getattr(source, 'num_workers', 0)} loading processes could be started ({error})"
                 remedy = "Lower num_workers, or raise the limit of processes (ulimit -u, pids.max) or of memory"
+                if getattr(error, "errno", None) == errno.ENOSPC:  # for their semaphores
+                    remedy = f"{SHARED_MEMORY} {_free_shared_memory()}: {MORE_SHARED_MEMORY}"
                 raise DataError(f"{problem}. {remedy}") from error
             raise
         self._kept[:] = [iterator]

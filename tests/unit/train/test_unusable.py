@@ -1,8 +1,9 @@
 """What a run finds and cannot use: one line before anything changes, or a warning."""
 
+import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from distaccum import CrossEntropy, DataSpec, Trainer
 from distaccum.checkpoint.store import MANIFEST, _seal
 from distaccum.data import factory
 from distaccum.data.factory import loading_options
+from distaccum.data.loading_processes import Iteration
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.distributed.world import World
-from distaccum.errors import ConfigError
+from distaccum.errors import ConfigError, DataError
 from distaccum.train import cli
 from distaccum.train.run import Launch
 from distaccum.train.run_dir import RunDir
@@ -115,6 +117,17 @@ def test_shared_memory_that_cannot_be_written(
     loading_options(DataSpec(train=DATA), num_workers=0)
     monkeypatch.setattr(factory.sys, "platform", "darwin")
     loading_options(DataSpec(train=DATA), num_workers=2)
+
+
+def test_shared_memory_without_room_for_a_semaphore() -> None:
+    """It said "No space left on device. Make room there", and not where."""
+
+    class Full(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DataError, match=r"could be started .*No space left.* /dev/shm has .*--shm-size=8g"):
+        Iteration().begin(Full())
 
 
 def test_a_path_that_is_too_long_is_none(gloo_world: World, tmp_path: Path) -> None:
