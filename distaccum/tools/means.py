@@ -79,10 +79,11 @@ class Means:
             expect_none_of_torch(nodes_of(loss))
         self._noted.append([(name, float(by_name[name]), _terms(loss.grad_fn)) for name, loss in known.items()])
 
-    def check(self, world: World, *, closing: str = CLOSING) -> None:
+    def check(self, world: World, *, closing: str = CLOSING, sums: bool = False) -> None:
         """Judges what all ranks have noted; a collective.
 
-        Nothing is known of a micro-batch whose losses are noted one by one.
+        Nothing is known of a micro-batch whose losses are noted one by one. Where samples are known to add up, as
+        ``sums`` says, a mean is multiplied by its count: a graph does not tell ``0.5 * 2 * mean`` from a mean.
 
         Raises:
             VerificationError: a loss is a mean and was given as a sum, its mean is over another count, or it is divided
@@ -101,7 +102,8 @@ class Means:
                 changing = len(set(counts[name])) > 1 and len(factors[name]) == 1
                 labels = {"labels in the window": sum(of_rank.get(name, 0) for of_rank in totals)}
                 numbers = parts | (labels if all(term.labels for term in terms) else {})
-                problem = _forgotten(terms, count, changing=changing) or _factored(terms, count, numbers)
+                forgotten = "" if sums else _forgotten(terms, count, changing=changing)
+                problem = forgotten or _factored(terms, count, numbers)
                 own += [where + problem] if problem else []
                 shares += [(name, *_share(terms, count, where)), (f"{name}, divided", *_divided(terms, count, where))]
         told = world.all_gather_object((own[:1], shares))

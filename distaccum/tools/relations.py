@@ -110,8 +110,9 @@ class Relations:
         self._compared.after_forward(losses, self._counts or counts)
 
     def micro_step_ended(self) -> None:
-        """Leaves modules that are not the model's alone, also after an error."""
+        """Leaves torch and modules that are not the model's alone, also after an error."""
         self._others.forget()
+        self._mixed.forget()
 
     def forget(self) -> None:
         """Frees what was noted, and leaves the model alone."""

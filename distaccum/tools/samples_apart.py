@@ -116,7 +116,7 @@ class SamplesApart:
         own = {n: c for n, c in self._cotangents.items() if c.ndim} or self._cotangents
         pair = {"inputs": self._inputs, "cotangents": own}
         apart = [map_tensors(pair, _rows(self._is_pair, i)) for i in range(_PAIR)]
-        return gradient_of_parts(self._engine, self._along, apart, pair, weights)
+        return gradient_of_parts(self._engine, self._along, apart, pair, weights)[0]
 
     def _is_pair(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.shape[:1] == (_PAIR,)

@@ -30,6 +30,7 @@ from distaccum.verification.expected import closing
 _log = logging.getLogger(__name__)
 _ROUNDING = 1e-3  # of a sum, where its samples are padded and batched otherwise; a mean is off by a half
 _ROUNDING_16 = 3e-2
+_EXACT = 1e-5  # of a sum, in which no term of weight is a mean
 _ROUNDING_PADDED = 1e-4  # of the same samples in another shape
 _PAIR, _LOOKED_AT = 2, 8  # samples
 _UNPADDED = 4  # of the batches that are measured
@@ -60,7 +61,7 @@ class _Shapes:
         return list(self.both.losses) if self.padded else []
 
 
-def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None, *, parts: bool = True) -> None:
+def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None, *, parts: bool = True) -> bool:
     """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
 
     Where micro-batches are padded to fixed shapes, samples are compared without that and with it; in training mode too,
@@ -69,6 +70,9 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
     A loss that compares samples, or is random, is no error: it is logged. What ``count`` counts divides the loss;
     without it what the loss counts itself.
 
+    Returns:
+        whether this rank has found the loss to be a sum to rounding, as it trains: whatever its graph looks like.
+
     Raises:
         VerificationError: the loss is a mean, the count is not that of its samples, or padding to a fixed shape changes
             one of the two; on all ranks.
@@ -76,10 +80,10 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
     batches, world = _pair(window), engine.world
     without, padded = world.all_reduce_host([batches is None, batches is not None and len(batches) > _UNPADDED])
     if without == world.size or (engine.facts.forward_communicates and without):
-        return
+        return False
     if batches is not None and engine.facts.forward_communicates and padded < world.size:
         batches = batches[:_UNPADDED]  # as many forwards on every rank
-    error = warning = ""
+    error, warning, sums = "", "", False
     if batches is not None:
         try:
             steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
@@ -89,13 +93,14 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
                 raise  # others may wait in a forward
             _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
     if batches is not None and not (error or warning or engine.facts.forward_communicates):
-        error = _gradients(engine, loss, batches) if parts else ""
+        error, sums = _gradients(engine, loss, batches) if parts else ("", False)
     errors = world.all_gather_names([error] if error else [])
     if errors:
         raise VerificationError(errors[0])
     warnings = world.all_gather_names([warning] if warning else [])
     if warnings and world.is_main:
         _log.warning("%s", warnings[0])
+    return sums
 
 
 def _pair(window: Window) -> list[Any] | None:
@@ -223,20 +228,21 @@ def _compare(
     return "", ""
 
 
-def _gradients(engine: Engine, loss: Loss, batches: Sequence[Any]) -> str:
-    """An error in words, where losses add up and their gradients do not."""
+def _gradients(engine: Engine, loss: Loss, batches: Sequence[Any]) -> tuple[str, bool]:
+    """An error in words, where losses add up and gradients do not; and whether losses do to rounding, in training."""
     from distaccum.verification.parts import gradient_of_parts  # noqa: PLC0415  it imports this module
 
     try:
-        found = gradient_of_parts(engine, loss, batches[:2], batches[2])
+        found, losses = gradient_of_parts(engine, loss, batches[:2], batches[2])
     except Exception as problem:  # the user's code, as above
         _log.info("the gradients of two samples were not compared: %s: %s", type(problem).__name__, problem)
-        return ""
+        return "", False
     if not found:
-        return ""
+        together, *apart = losses or [0.0]
+        return "", abs(together - sum(apart)) <= _EXACT * sum(map(abs, apart)) != 0.0
     what = f"the losses of two samples add up, and their gradients do not: {found}"
     why = "A hook or a function in the backward looks at the whole micro-batch, or adds a gradient for each"
-    return f"{what}. {why}: write it as a term of the loss, summed over samples. {closing('parts')}"
+    return f"{what}. {why}: write it as a term of the loss, summed over samples. {closing('parts')}", False
 
 
 def _has_labels(batch: Any, classes: int) -> bool:

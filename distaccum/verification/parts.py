@@ -141,7 +141,7 @@ def _looking() -> Iterator[None]:
 
 def gradient_of_parts(
     engine: Engine, loss: Any, apart: Sequence[Any], together: Any, weights: Mapping[str, Tensor] | None = None
-) -> str:
+) -> tuple[str, list[float]]:
     """In words, a gradient that is no sum over samples though the loss is one; empty where it is, or nobody can tell.
 
     Args:
@@ -149,17 +149,21 @@ def gradient_of_parts(
         loss: of a micro-batch.
         apart, together: the same samples, on the host.
         weights: whole ones, that stand in the places of shards.
+
+    Returns:
+        the words; and the loss of the samples together and those of each, unless it draws by a generator of its own.
     """
     look = _Look(engine, loss)
     look.weights = look.weights if weights is None else dict(weights)
     with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants, _looking():
         (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
+    losses = [] if look.constants.own else [whole, *(part for part, _ in parts)]
     sixteen = in_16_bits(engine) or look.constants.sixteen
     rounding = _ROUNDING_16 if sixteen else _ROUNDING
     if look.constants.own or not abs(whole - sums) <= rounding * max(abs(whole), abs(sums)):
-        return ""
-    return gradients_differ(look.weights, gradient, of_parts, sixteen=sixteen)
+        return "", losses
+    return gradients_differ(look.weights, gradient, of_parts, sixteen=sixteen), losses
 
 
 def gradients_differ(

@@ -100,7 +100,7 @@ class GradientProof:
         infinite, too_large, empty = self._world.all_reduce_host([not self._is_finite(held), not whole, not held])
         if infinite:
             return  # the step is skipped, and the next window verified
-        self.records.means.check(self._world)
+        self.records.means.check(self._world, sums=self.records.sums)
         if isinstance(self.records.loss, InOrder):
             fault = self.records.loss.fault
             if faults := self._world.all_gather_names([fault] if fault else []):

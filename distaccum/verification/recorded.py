@@ -46,6 +46,8 @@ class RecordedWindow:
         """The micro-batches as they were run, on the host; they may be smaller than the window's."""
         self.means = load(MEANS)(window)
         """What the graphs of its losses say."""
+        self.sums = False
+        """Whether the losses of samples are known to add up, whatever their graphs look like."""
         self.relations = load(RELATIONS)(engine, window)
         """What holds while it runs, whatever it computes."""
         self._engine = engine
@@ -67,7 +69,11 @@ class RecordedWindow:
 
         def recorded(model: nn.Module, batch: Any) -> LossSum:
             self.before_forward(batch=None if isinstance(loss, InOrder) else batch)
-            total = loss(model, batch)
+            try:
+                total = loss(model, batch)
+            except BaseException:
+                self.relations.micro_step_ended()
+                raise
             self.note(total)
             return total
 

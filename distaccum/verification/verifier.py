@@ -92,7 +92,7 @@ class Verifier(WindowHook):
         self._engine, self._world, self._when, self._count = engine, engine.world, when, count
         self._clip_norm, self._clip_value, self._allow = clip_norm, clip_value, allow
         self._steps, self._skipped = steps, SkippedWindows(engine, steps)
-        self._loss_checked = self._warned = False
+        self._loss_checked = self._sums = self._warned = False
         self.summary = ""
         """What the last proof found, for people; empty where there was none, or none could be given."""
         self.restarted()
@@ -154,16 +154,19 @@ class Verifier(WindowHook):
             VerificationError: it is not; on all ranks.
             ResourceError: a forward that the check runs is out of memory.
         """
-        if self.proof is not None and not self._loss_checked:
+        if self.proof is None:
+            return
+        if not self._loss_checked:
             from distaccum.verification.additivity import check_loss  # noqa: PLC0415  as above
 
             self._loss_checked = True
             try:
-                check_loss(self._engine, window, loss, self._count, parts="parts" not in self._allow)
+                self._sums = check_loss(self._engine, window, loss, self._count, parts="parts" not in self._allow)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 raise out_of_memory(error, self._engine.world) from error
+        self.proof.records.sums = self._sums
 
     def before_step(self, divisor: float = 1.0) -> None:
         """Compares what the engine is about to step on; a collective where a proof is open.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import _AllGather
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
@@ -247,6 +248,10 @@ def by_class(model: nn.Module, batch: Batch) -> Tensor:
     return (weights / weights.sum() * (model(batch[0]) - batch[1]).square()).sum() * len(weights)
 
 
+def in_training(model: nn.Module, batch: Batch) -> Tensor:
+    return squares(model, batch) + 0.1 * model.training * model(batch[0]).square().mean()
+
+
 def contrasts(gather: Callable[[Tensor], Any]) -> Any:
     """The first of two halves of the hidden units against the other, of all samples that are there."""
 
@@ -352,6 +357,7 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "labels weighed by batch": (Net, False, 2, {"loss": Other(balanced)}, BY_OTHERS),
     "labels weighed by hand": (Net, False, 1, {"loss": Other(by_hand)}, BY_OTHERS),
     "a mean by weights of classes": (Net, True, 1, {"loss": Other(by_class)}, BY_OTHERS),
+    "a mean in training": (Net, True, 1, {"loss": Other(in_training)}, "is a mean (Mean, over 2) and was given as the"),
     "weights of classes on shards": (Net, False, 2, {"loss": Other(by_class), "engine": "fsdp2"}, BY_OTHERS),
     "outputs that are written": (Net, False, 2, {"engine": "fsdp2", "loss": Other(written)}, ""),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
@@ -467,6 +473,12 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a centre of shards": (centered, squares, {"engine": "fsdp2"}, "what those before it leave in center"),
     "a queue": (remembers, squares, {}, "what those before it leave in queue"),
     "a queue that the loss reads": (None, against_queue, {}, "what those before it leave in queue"),
+    "a share of a mean": (
+        None,
+        lambda m, b: squares(m, b) + 0.25 * len(b[0]) * m(b[0]).abs().mean(),
+        {"whole": True},
+        "",
+    ),
     "a mask": (masked, sets_a_mask, {}, ""),
     "a cache": (caches, squares, {}, ""),
     "a counter": (lambda net, x: counts(net, x) / (1 + 0.1 * len(net.seen)), squares, {}, ""),
@@ -495,13 +507,22 @@ def test_what_depends_on_micro_batches_is_told(name: str, caplog: Any) -> None:
     assert bool(said) == bool(caplog.text)
 
 
-def test_an_error_in_a_micro_step_leaves_no_hook_on_all_modules(gloo_world: World) -> None:
-    acc = over_sgd(Net(), 0.05, (WINDOW, 2), count=Squares().count, world=gloo_world)
-    window = iter(next(acc.windows(DataSpec(train=samples(), shuffle=False))))
-    next(window)
-    with pytest.raises(KeyError), acc.accumulate():
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_error_in_a_micro_step_leaves_no_hook_on_all_modules_and_no_mode(gloo_world: World, whole: bool) -> None:
+    def fails(*_: Any) -> Tensor:
         raise KeyError
+
+    acc = over_sgd(Net(), 0.05, (WINDOW, 2), count=Squares().count, world=gloo_world)
+    window = next(acc.windows(DataSpec(train=samples(), shuffle=False)))
+    if whole:
+        with pytest.raises(KeyError):
+            acc.step(window, Other(fails))
+    else:
+        next(iter(window))
+        with pytest.raises(KeyError), acc.accumulate():
+            fails()
     assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert _get_current_dispatch_mode() is None
 
 
 def test_casts_follow_the_weights_within_a_context_of_the_users(gloo_world: World) -> None:
