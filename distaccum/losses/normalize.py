@@ -58,7 +58,7 @@ class WatchedCounts(dict[str, float]):
 
 
 def as_counts(count: float | Counts) -> Counts:
-    """Counts by name; a bare number is the count of a single loss. NumPy's numbers become Python's.
+    """Counts by name; a bare number is the count of a single loss. NumPy's numbers and 0-dim tensors become Python's.
 
     Raises:
         MisuseError: a count is negative, NaN, infinite or not a number on the host; or there is none.
@@ -70,7 +70,7 @@ def as_counts(count: float | Counts) -> Counts:
     for name, value in counts.items():
         kind = type(value)
         if kind is not int and kind is not float:
-            given: Any = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+            given: Any = value.item() if isinstance(value, np.ndarray | Tensor) and value.ndim == 0 else value
             if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) < inf:
                 raise MisuseError(_not_a_count(name, value))
             plain = False

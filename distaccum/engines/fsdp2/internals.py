@@ -182,7 +182,8 @@ class ShardedModel:
             if before is not None:
                 gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
                 reduced = [parameter for parameter in gathered if parameter.sharded_param.requires_grad]
-                before([self._numbers[id(p)] for p in reduced], [self._accumulated(p) for p in reduced])
+                if reduced:  # a block of which nothing trains reduces nothing
+                    before([self._numbers[id(p)] for p in reduced], [self._accumulated(p) for p in reduced])
         reduce(*args)
 
     def _accumulated(self, parameter: Any) -> Tensor:
@@ -415,8 +416,9 @@ def with_gradient_hooks(parameters: Mapping[str, nn.Parameter], own: int) -> lis
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
-    """What ``register_hook`` was given, in order."""
-    return list((parameter._backward_hooks or {}).values())
+    """What ``register_hook`` was given, in order; not by FSDP2, for a parameter that is an output of its module."""
+    hooks: Mapping[int, Any] = parameter._backward_hooks or {}
+    return [hook for hook in hooks.values() if not is_state(getattr(hook, "__self__", None))]
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Callable[..., Any]]:

@@ -56,6 +56,16 @@ class InDataclass(Net):
         return Output(super().forward(*args, **kwargs))
 
 
+class Keeps(Net):
+    """What a loss takes beside the output."""
+
+    def forward(self, x: Tensor, rare: bool = True, other: bool = True) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.beside = hidden.square().sum()
+        result: Tensor = self.last(hidden + self.rare(hidden) + self.other(hidden))
+        return result
+
+
 class Reads(Net):
     """Another module's weight."""
 
@@ -294,6 +304,7 @@ PROGRAMS: dict[str, Program] = {
     "hooks on parameters": Program(before=with_hooks, optimizer=sgd),
     "a gradient penalty": Program(loss=penalty, size=4),
     "an output in a dataclass": Program(make=InDataclass, loss=lambda m, b: square(lambda x: m(x).logits, b)),
+    "a term beside the output": Program(make=Keeps, loss=lambda m, b: square(m, b) + 0.1 * m.beside),
     "abandoned in a forward": Program(leaves="forward"),
     "abandoned after a backward": Program(leaves="backward"),
     "Nesterov": Program(optimizer=lambda p: SGD(p, lr=0.02, momentum=0.9, nesterov=True)),
@@ -324,6 +335,7 @@ FEW = (
     "used by some samples",
     "unused",
     "clipped by hand",
+    "a term beside the output",
     "a weight out of its module",
 )
 

@@ -147,7 +147,7 @@ BAD_COUNTS: dict[str, Any] = {
     "infinite": math.inf,
     "negative": -1,
     "negative infinity": -math.inf,
-    "a tensor": torch.tensor(3),
+    "a tensor": torch.ones(2),
     "a truth value": True,
     "NumPy's truth value": np.True_,
     "NumPy's NaN": np.float32("nan"),
@@ -186,9 +186,11 @@ def test_so_is_one_that_is_given_with_the_loss(count: Any, reduction: str, world
 
 
 @pytest.mark.parametrize(
-    "count", [np.int64(2), np.float32(2.0), np.uint8(2), np.array(2.0), 2, 2.0], ids=lambda c: type(c).__name__
+    "count",
+    [np.int64(2), np.float32(2.0), np.uint8(2), np.array(2.0), torch.tensor(2), torch.tensor(2.0), 2, 2.0],
+    ids=lambda c: type(c).__name__,
 )
-def test_numpys_numbers_count_as_pythons(count: Any, world: World) -> None:
+def test_numpys_and_torchs_numbers_count_as_pythons(count: Any, world: World) -> None:
     assert as_counts(count) == {"loss": 2}
     assert type(as_counts(count)["loss"]) in (int, float)
     trained = []

@@ -61,6 +61,19 @@ class Net(nn.Module):
         return self.b(hidden)
 
 
+class WithBias(nn.Linear):
+    """Gives its bias too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.bias
+
+
+def with_its_bias() -> Net:
+    net = Net(lambda net, x: torch.tanh(net.a(x)[0]))
+    net.a = WithBias(6, 8)
+    return net
+
+
 def clipped(net: Net, x: Tensor) -> Tensor:
     hidden = torch.tanh(net.a(x))
     if hidden.requires_grad:
@@ -360,6 +373,7 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     "a mean in training": (Net, True, 1, {"loss": Other(in_training)}, "is a mean (Mean, over 2) and was given as the"),
     "weights of classes on shards": (Net, False, 2, {"loss": Other(by_class), "engine": "fsdp2"}, BY_OTHERS),
     "outputs that are written": (Net, False, 2, {"engine": "fsdp2", "loss": Other(written)}, ""),
+    "a parameter beside outputs": (with_its_bias, True, 2, {"engine": OF_A}, ""),
     "weights by samples": (lambda: Net(by_samples), False, 2, {}, "ranks hold other values after it"),
     "one micro-batch again": (Net, False, 1, {"again": True}, "samples of micro-batch 0, and none of its own"),
     "a count of two": (Net, False, 1, {"count": lambda b: 2}, "count 4 alone and 2 together"),
