@@ -69,6 +69,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(tensors_in, value))
 
 
+def is_of_an_engine(function: type) -> bool:
+    """Whether an autograd function is one that an engine has put into the model, as DeepSpeed does around modules."""
+    return function.__module__.partition(".")[0] == "deepspeed"
+
+
 def to_local(tensor: Any) -> Tensor:
     """This rank's part of a sharded tensor; any other one as it is."""
     module = sys.modules.get(_MODULE)  # not by is_sharded: this runs for every gradient

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from distaccum.data.batches import map_tensors
 from distaccum.engines.base import Engine
+from distaccum.engines.modules import is_of_an_engine
 from distaccum.losses.normalize import LossSum, as_loss_sums
 
 _log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def _edges(
         seen.add((node, number))
         edge = GradientEdge(node, number)
         made_by = getattr(type(node), "_forward_cls", None)
-        if made_by is not None and made_by.__module__.partition(".")[0] == "deepspeed":
+        if made_by is not None and is_of_an_engine(made_by):
             return [], []  # within the model, past its outputs: what the loss takes of it is not looked at twice
         if made_by is not None:
             functions.append(edge)
