@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distaccum.distributed.memory import is_out_of_memory
 from distaccum.distributed.random import fork_rng
 from distaccum.engines.modules import is_sharded
 from distaccum.engines.rules import alike
@@ -81,7 +82,7 @@ def _raised(copies: _Copies, some: Sequence[Tensor]) -> str:
         getattr(copies.trial, "train", list)()  # as a schedule-free one wants it, and training loops call it later
         copies.trial.step()
     except Exception as error:  # each optimizer has its own
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return "" if is_out_of_memory(error) else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return ""
 
 

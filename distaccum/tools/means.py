@@ -341,8 +341,9 @@ def _divided(terms: Sequence[_Term], count: float, where: str) -> tuple[float, s
 def _miscounted(shares: Sequence[tuple[str, float, str]]) -> list[str]:
     """Means over other counts, where the labels of one micro-batch therefore weigh more than those of another."""
     for name in dict.fromkeys(name for name, _, _ in shares):
-        weights, wrong = [w for one, w, _ in shares if one == name], [t for one, _, t in shares if one == name and t]
-        if wrong and not any(map(isnan, weights)) and not _close(min(weights), max(weights)):
+        known = [w for one, w, _ in shares if one == name and not isnan(w)]  # none of a micro-batch of one number
+        wrong = [t for one, _, t in shares if one == name and t]
+        if wrong and known and not _close(min(known), max(known)):
             return wrong[:1]
     return []
 

@@ -152,6 +152,7 @@ def run(cell: Cell, world: World, given: nn.Module, true: list[dict[str, Tensor]
             seed=SEED,
             world=world,
             engine=ENGINES[cell.engine],
+            verify=("first", "never")[number],  # whose bytes are counted
         )
         with _Counter() as counted, OperationCounter() as operations:
             _train(acc, samples, 1)

@@ -139,7 +139,7 @@ def test_counts_and_a_loss_that_counts_nothing_weighs_nothing(gloo_world: World)
     with pytest.raises(MisuseError, match="the count of 'loss' is -1"):
         counter.micro_batch(-1)
     with pytest.raises(MisuseError, match="give a finite number that is at least 0, read on the host"):
-        counter.micro_batch(torch.tensor(3))
+        counter.micro_batch(torch.ones(2))
     totals: dict[str, Tensor] = {"a": torch.tensor(6.0, requires_grad=True), "b": torch.tensor(5.0)}
     assert normalize_loss(totals, {"a": 3.0, "b": 0.0}, gradient_divide_factor=2).item() == 4.0
 

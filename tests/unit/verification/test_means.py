@@ -254,6 +254,23 @@ def test_a_short_factor_of_a_mean_beside_a_sum_is_refused(gloo_world: World, siz
     assert train(gloo_world, lambda f: (f.ce1(reduction="sum") + weight * f.first.pow(2).sum(), f.samples), size)
 
 
+def test_losses_over_themselves_are_refused_beside_a_micro_batch_of_one_number(gloo_world: World) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acc = Accumulator(model, optimizer, global_batch_size=7, micro_batch_size=2, world=gloo_world)
+
+    def run() -> None:
+        for inputs in acc.batches(list(torch.randn(7, 4))):
+            with acc.accumulate():
+                output = acc.model(inputs)
+                first, second = (output[:, i].square().sum() for i in range(2))
+                acc.backward(first / first.detach() + second / second.detach(), len(inputs))
+
+    with pytest.raises(VerificationError, match=_BY_HAND.replace("6", "2")):
+        run()
+
+
 class OfFunction:
     def __init__(self, program: Program) -> None:
         self._program = program

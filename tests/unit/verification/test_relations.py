@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -386,6 +387,13 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
     ),
     "no relation": (Net, False, 1, {"verify_allow": ["teacher"]}, "no list of relations. Use some of [counts"),
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """By tests before: where a program compiles, operators between outputs and loss are not noted."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", CASES)
