@@ -69,7 +69,7 @@ def as_counts(count: float | Counts) -> Counts:
     plain = True
     for name, value in counts.items():
         kind = type(value)
-        if kind is not int and kind is not float:
+        if kind is not int and kind is not float:  # of a batch, which is on the host
             given: Any = value.item() if isinstance(value, np.ndarray | Tensor) and value.ndim == 0 else value
             if isinstance(given, bool) or not isinstance(given, Real) or not 0 <= float(given) < inf:
                 raise MisuseError(_not_a_count(name, value))

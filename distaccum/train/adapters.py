@@ -59,6 +59,10 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], path: object) -
     if not before or not here:
         problem = f"{path} was saved {'with' if before else 'without'} adapters"
         raise ConfigError("model", name, problem, f"Resume it {'with' if before else 'without'} them")
+    made = [str(one.get("digest")).partition(":")[0] for one in (before, here)]
+    if made[0] != made[1]:  # of machines with and without blake3
+        problem = f"{path} knows the weights of {before['base']} by {made[0]}, and this machine by {made[1]}"
+        raise ConfigError("model.name", name, problem, "Have blake3 on both or on none: pip install blake3")
     problem = f"its weights are others than those of {before['base']}, which the adapters in {path} were trained over"
     raise ConfigError("model.name", name, problem, "Give the same base, or begin anew with init_from")
 

@@ -22,8 +22,9 @@ from distaccum.checkpoint.store import MANIFEST, CheckpointStore, UnreadableErro
 from distaccum.checkpoint.tensors import TYPES, pieces
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
-from distaccum.errors import CheckpointError
+from distaccum.errors import CheckpointError, ConfigError
 from distaccum.tools import export
+from distaccum.train.adapters import check_base
 
 RUN = state.RunState(progress=Progress(step=1), position={}, wandb_id="", config={}, callbacks={})
 SHAPES = ((), (0, 3), (1,), (2, 3), (5, 7, 2))
@@ -98,6 +99,9 @@ def test_a_machine_without_blake3_makes_its_own_digests_and_says_what_others_nee
     (own / "model-0.safetensors").write_bytes(b"x" * 4)
     with pytest.raises(CheckpointError, match="changed: model-0"):
         verify(own)
+    there_too, here = ({"adapters": {"base": "gpt2", "digest": f"{kind}:1"}} for kind in by_both)
+    with pytest.raises(ConfigError, match=r"step-1 knows the weights of gpt2 by sha256, and this machine by blake3\."):
+        check_base(there_too, here, "step-1")
 
 
 @pytest.mark.fault("a write that the disk loses in silence, before the checkpoint is sealed")

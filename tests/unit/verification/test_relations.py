@@ -19,23 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
 from tests.support.accumulators import over_sgd
+from tests.support.programs import Beside
 from tests.support.threads import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::distaccum.errors.PrecisionWarning")  # of fp16 on a CPU
 EXACT, SAMPLES, WINDOW = 5e-6, 24, 8
 Batch = tuple[Tensor, Tensor]
-
-
-class Aux(torch.autograd.Function):
-    """A term whose gradient is one whatever the loss is, as some mixtures of experts have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], gradients[0].new_ones(())
 
 
 class Net(nn.Module):
@@ -90,7 +79,7 @@ def normalized(net: Net, x: Tensor) -> Tensor:
 
 
 def injected(over: Any) -> Any:
-    return lambda net, x: Aux.apply(h := torch.tanh(net.a(x)), over(h.square()))  # type: ignore[no-untyped-call]
+    return lambda net, x: Beside.apply(h := torch.tanh(net.a(x)), over(h.square()))  # type: ignore[no-untyped-call]
 
 
 def follows(net: Net, x: Tensor) -> Tensor:
