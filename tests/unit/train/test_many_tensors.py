@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ class Phases(Callback):
 
     def calls(self) -> Counter[str]:
         return Counter({name: pstats.Stats(one).total_calls for name, one in self.phases.items()})  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def others_garbage_stays() -> Iterator[None]:
+    """Finalizers of what other tests have left are calls too, whenever the collector comes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def _counted(folder: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int]:
