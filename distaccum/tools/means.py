@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import isclose, isnan, log2, nan, prod
+from math import isnan, log2, nan, prod
 from typing import Any
 
 from torch import Tensor, float32
@@ -18,10 +19,12 @@ from distaccum.engines.ownership import nodes_of
 from distaccum.errors import VerificationError
 from distaccum.losses.normalize import SINGLE, LossSum, as_loss_sums
 from distaccum.tools.gather import expect_none_of_torch
+from distaccum.tools.weight_terms import MANY, added_once, close, constants_of_weights, digits
 from distaccum.verification.expected import CLOSING
 
+_log = logging.getLogger(__name__)
 _PAIR, _MOST, _SCALE = 2, 256, 256.0  # the nodes that are looked at; the least that a loss scaler multiplies by
-_MANY = 3  # digits: no factor that people write
+_TERMS = 4096  # nodes down to terms: a penalty of weights adds one for each parameter
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 _KEEPS = r"(ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze|NanToNum|Mean|Sum)Backward\d"  # the value of one element
 _JOINS = r"(Stack|Cat|Index\w+|Scatter\w*|Segment\w*|Cumsum)Backward\d|.*Backward"  # rows, or nobody knows what
@@ -42,6 +45,7 @@ class _Term:
     shape: tuple[int, ...] = ()  # of what is reduced
     labels: bool = False
     of_samples: bool = False  # not of weights alone
+    constants: frozenset[int] | None = None  # of a term of weights alone, the sizes of what else is in it
 
     def times(self, factor: float, *, divisor: float = 1.0, scale: float = 1.0) -> _Term:
         divisors = self.divisors if divisor == 1.0 else (*self.divisors, divisor)
@@ -106,10 +110,15 @@ class Means:
                 problem = forgotten or _factored(terms, count, numbers)
                 own += [where + problem] if problem else []
                 shares += [(name, *_share(terms, count, where)), (f"{name}, divided", *_divided(terms, count, where))]
-        told = world.all_gather_object((own[:1], shares))
-        problems = [one for each, _ in told for one in each] or _miscounted([one for _, each in told for one in each])
+        weights = [one for losses in self._noted for one in _of_weights(losses)]
+        told = world.all_gather_object((own[:1], shares, weights))
+        problems = [one for each, *_ in told for one in each] or _miscounted(
+            [one for _, each, _ in told for one in each]
+        )
         if problems:
             raise VerificationError(f"{problems[0]}. {closing}")
+        if (once := added_once([one for *_, each in told for one in each])) and world.is_main:
+            _log.warning("%s", once)
 
 
 def _terms(root: Any) -> Sequence[_Term]:
@@ -121,7 +130,7 @@ def _terms(root: Any) -> Sequence[_Term]:
 
 def _read(root: Any) -> list[_Term]:
     found, left = list[_Term](), [(root, _Term())]
-    for _ in range(_MOST):
+    for _ in range(_TERMS):
         if not left or root is None:
             return found
         node, outer = left.pop()
@@ -142,7 +151,7 @@ def _read(root: Any) -> list[_Term]:
             by_it = outer.times(1, divisor=number) if name[0] == "D" else outer.times(number, scale=number**scales)
             left.append((given[0], by_it))
         else:
-            found.append(_reduction(node, name, given, outer))
+            found.append(replace(_reduction(node, name, given, outer), constants=constants_of_weights(node)))
     return []
 
 
@@ -197,6 +206,16 @@ def _reduction(node: Any, name: str, given: Sequence[Any], outer: _Term) -> _Ter
     return replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels, of_samples=own)
 
 
+def _of_weights(losses: Sequence[tuple[str, float, Sequence[_Term]]]) -> Iterator[tuple[str, float, float, bool]]:
+    """Of each loss with a term of weights alone beside others: name, count, the term's factor, whether that has it."""
+    for name, count, terms in losses:
+        others = [term for term in terms if term.constants is None]
+        rows = {int(count), *(size for term in others for size in term.shape[:1])}
+        found = [term for term in terms if term.constants is not None and not term.constants & rows]
+        for term in found[:1] if others else ():
+            yield name, count, term.factor, any(close(by, count) for by in term.multipliers)
+
+
 def _joins_rows(node: Any) -> bool:
     """Whether the first dimension may be another than that of the samples."""
     left = [node]
@@ -237,7 +256,7 @@ def _unsmoothed(terms: list[_Term]) -> list[_Term]:
 def _forgotten(terms: Sequence[_Term], count: float, *, changing: bool = False) -> str:
     """A mean over what was counted, which nothing multiplies by the count."""
     each = len(terms) > 1 and sum(term.mean for term in terms) >= count  # a mean for each sample
-    mixed = all(term.mean for term in terms) and _close(sum(term.factor for term in terms), 1.0)  # as of two labels
+    mixed = all(term.mean for term in terms) and close(sum(term.factor for term in terms), 1.0)  # as of two labels
     sums = any(term.kind and not term.mean and term.of_samples for term in terms)
     means = [term for term in terms if _is_mean(term, count, changing or mixed, beside=sums and term.mean)]
     if not means or count < _PAIR:  # of one sample, or once a micro-batch
@@ -272,17 +291,12 @@ def _is_mean(term: _Term, count: float, changing: bool, *, beside: bool) -> bool
         samples = not term.labels and count not in features and (count in term.shape[:1] or term.items % count > 0)
         known = (term.items == count or samples) and term.of_samples and count > _PAIR and count in term.divisors
         factor *= count
-    multiplied = any(_close(by, count) for by in term.multipliers)
-    digits, of_sum = _digits(factor), _digits(factor / count)
-    weighed = factor < 1 and (changing or digits < of_sum == _MANY)
+    multiplied = any(close(by, count) for by in term.multipliers)
+    own, of_sum = digits(factor), digits(factor / count)
+    weighed = factor < 1 and (changing or own < of_sum == MANY)
     if beside:  # where both may be written, that of a mean is likelier: a sum is written as one
-        weighed = weighed or digits < of_sum or (factor < 1 and digits == of_sum == 1 and f"{factor:e}"[0] in "125")
-    return known and not multiplied and (weighed or _close(factor, 1.0))
-
-
-def _digits(number: float) -> int:
-    """How many a number has: people write the weight of a loss with one or two, and not that times a count."""
-    return next((digits for digits in (1, 2) if _close(float(f"{number:.{digits}g}"), number)), _MANY)
+        weighed = weighed or own < of_sum or (factor < 1 and own == of_sum == 1 and f"{factor:e}"[0] in "125")
+    return known and not multiplied and (weighed or close(factor, 1.0))
 
 
 def _factored(terms: Sequence[_Term], count: float, parts: Mapping[str, int]) -> str:
@@ -308,12 +322,12 @@ def _divides(number: int, term: _Term, count: float, terms: int) -> bool:
 
 def _share(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str]:
     """What a label weighs in a loss that is one mean of labels, else NaN; and in words that the count is not theirs."""
-    weighed = [term for term in terms if term.labels and not _close(term.items, round(term.items))]
+    weighed = [term for term in terms if term.labels and not close(term.items, round(term.items))]
     term = terms[0] if len(terms) == 1 else weighed[0] if weighed else _Term()  # others may be means of other things
     if not (term.labels and term.mean and term.items):
         return nan, ""
     each, rows, told = term.items / count, prod(term.shape[:1] + term.shape[2:]), ""
-    if not _close(each, round(each)) and (count >= _PAIR or rows == count):  # else the mean of each sample's labels
+    if not close(each, round(each)) and (count >= _PAIR or rows == count):  # else the mean of each sample's labels
         remedy = "count the labels that it does not ignore, after a shift, each with the weight of its class"
         told = f"{where}is a mean over {term.items:g} ({term.kind}), and its count is {count:g}: {remedy}"
     return term.factor / term.items, told
@@ -324,10 +338,10 @@ def _divided(terms: Sequence[_Term], count: float, where: str) -> tuple[float, s
     term = next((term for term in terms if term.of_samples and term.items and term.factor), None)
     if term is None:
         return nan, ""
-    sizes = [size for size in (term.items, *term.shape, prod(term.shape[1:])) if not _close(size, count)]
-    by_size = [divisor for divisor in term.divisors if any(_close(divisor, size) for size in sizes)]
-    odd = [divisor for divisor in term.divisors if divisor not in by_size and not _close(divisor, count)]
-    if not term.mean and not term.divisors and any(_close(by, count) for by in term.multipliers):
+    sizes = [size for size in (term.items, *term.shape, prod(term.shape[1:])) if not close(size, count)]
+    by_size = [divisor for divisor in term.divisors if any(close(divisor, size) for size in sizes)]
+    odd = [divisor for divisor in term.divisors if divisor not in by_size and not close(divisor, count)]
+    if not term.mean and not term.divisors and any(close(by, count) for by in term.multipliers):
         odd = [1.0]  # a mean over one
     told = ""
     if odd and count >= _PAIR and term.shape[:1] != (1,):  # else of one sample, by what is its own
@@ -343,11 +357,6 @@ def _miscounted(shares: Sequence[tuple[str, float, str]]) -> list[str]:
     for name in dict.fromkeys(name for name, _, _ in shares):
         known = [w for one, w, _ in shares if one == name and not isnan(w)]  # none of a micro-batch of one number
         wrong = [t for one, _, t in shares if one == name and t]
-        if wrong and known and not _close(min(known), max(known)):
+        if wrong and known and not close(min(known), max(known)):
             return wrong[:1]
     return []
-
-
-def _close(a: float, b: float) -> bool:
-    """But for the rounding of sums in fp32."""
-    return isclose(a, b, rel_tol=1e-5)

@@ -288,8 +288,9 @@ def _judge(name: str, losses: list[float], counts: list[float], tolerance: float
         ), ""
     return "", (
         f"{measured}: it compares the samples of a micro-batch, so that the gradient depends on the micro-batch size "
-        "(a contrastive loss, or statistics of the batch). Where it should not, sum over the samples, or have the loss "
-        "called with those of the whole window: write represent(model, batch), as a distaccum.WindowLoss has it"
+        "(a contrastive loss, or statistics of the batch), or adds a term of the weights alone once (multiply that by "
+        "the count, or use weight_decay). Where it should not, sum over the samples, or have the loss called with "
+        "those of the whole window: write represent(model, batch), as a distaccum.WindowLoss has it"
     )
 
 

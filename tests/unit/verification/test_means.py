@@ -247,6 +247,42 @@ def test_what_is_wrong_is_refused_before_a_weight_moves(gloo_world: World, name:
     assert train(gloo_world, program, verify="never")
 
 
+EYE = torch.eye(CLASSES)
+PENALTIES: dict[str, tuple[Program, bool]] = {  # and whether it is told
+    "once": (lambda f: (f.ce1(reduction="sum") + 0.1 * f.head.pow(2).sum(), f.samples), True),
+    "once, for other counts": (lambda f: (f.ce(reduction="sum") + 0.2 * f.head.pow(2).sum(), f.tokens), True),
+    "once, a learned weight": (
+        lambda f: (f.ce1(reduction="sum") * (-f.head.sum()).exp() + f.head.sum(), f.samples),
+        True,
+    ),
+    "once, from constants": (lambda f: (f.mse(reduction="sum") + (f.head - EYE[:, :1]).norm() / 2, f.samples), True),
+    "once, of products": (
+        lambda f: (f.ce1(reduction="sum") + 0.5 * (f.head @ f.head.t() - EYE).square().sum(), f.samples),
+        True,
+    ),
+    "once, of each row": (lambda f: (f.ce(reduction="sum") + sum(row.norm() for row in f.head), f.tokens), True),
+    "of a mean": (lambda f: (f.ce() + 0.1 * f.head.pow(2).sum(), f.tokens, "mean"), False),
+    "times samples": (lambda f: (f.ce1(reduction="sum") + 0.1 * f.samples * f.head.pow(2).sum(), f.samples), False),
+    "times tokens": (lambda f: (f.ce(reduction="sum") + 0.3 * (f.tokens * f.head.abs().sum()), f.tokens), False),
+    "times a tensor": (lambda f: (f.ce(reduction="sum") + f.mask.sum() * f.head.abs().mean(), f.mask.sum()), False),
+    "times other labels": (lambda f: (f.ce(reduction="sum") + f.tokens * f.head.abs().mean(), f.samples), False),
+    "shared out": (lambda f: (f.ce1(reduction="sum") + 0.1 * 24 / 4 * f.head.pow(2).sum(), f.samples), False),
+    "of each sample": (lambda f: (f.ce1(reduction="sum") + f.head.sum().expand(f.samples).sum(), f.samples), False),
+    "of samples' rows": (lambda f: (f.ce1(reduction="sum") + f.head[f.of_samples].pow(2).sum(), f.samples), False),
+    "of samples": (lambda f: (f.ce1(reduction="sum") + (f.soft * f.head.sum()).sum(), f.samples), False),
+    "of inputs": (lambda f: (f.ce1(reduction="sum") + (f.soft.sum(0) @ f.head).square().sum(), f.samples), False),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_term_of_the_weights_alone_that_each_micro_batch_adds_once_is_told(
+    gloo_world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, told = PENALTIES[name]
+    train(gloo_world, program)
+    assert ("a term of the weights alone is added to the loss once for each micro-batch" in caplog.text) == told
+
+
 @pytest.mark.parametrize(("size", "weight"), [(5, 0.1), (4, 0.1), (4, 0.5)])  # 0.02 and 0.025 may be written, too
 def test_a_short_factor_of_a_mean_beside_a_sum_is_refused(gloo_world: World, size: int, weight: float) -> None:
     with pytest.raises(VerificationError, match=_TWICE):
