@@ -57,6 +57,7 @@ _HOMES = {
     "Zero1Config": "distaccum.config.engine",
     "all_gather": "distaccum.tools.gather",
     "audit": "distaccum.tools.audit.session",
+    "balance": "distaccum.tools.balance",
     "diagnose": "distaccum.tools.diagnose",
     "from_deepspeed_json": "distaccum.tools.from_deepspeed",
 }

@@ -40,6 +40,7 @@ from distaccum.losses.transformers import MaskedLM as MaskedLM
 from distaccum.losses.transformers import SequenceClassification as SequenceClassification
 from distaccum.precision.scaler import LossScaler as LossScaler
 from distaccum.tools.audit.session import audit as audit
+from distaccum.tools.balance import balance as balance
 from distaccum.tools.diagnose import diagnose as diagnose
 from distaccum.tools.from_deepspeed import from_deepspeed_json as from_deepspeed_json
 from distaccum.tools.gather import all_gather as all_gather

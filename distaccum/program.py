@@ -102,6 +102,8 @@ STRAGGLERS = "distaccum.tools.stragglers:Stragglers"
 """A hook that finds the rank that the others wait for."""
 BESIDE, STAGES = "distaccum.tools.batch:attached", "distaccum.tools.growth:stages"
 """Has what the batch's settings ask for look at a run's windows; says what is set in stages of the global batch."""
+BALANCED, LONGEST_RANK = (f"distaccum.tools.balance:{name}" for name in ("balanced", "LongestRank"))
+"""Makes a plan whose ranks compute as much; a part of a run that records how much more the longest rank does."""
 WINDOWS = "distaccum.tools.compare.windows:WindowRecorder"
 """A part of a run that records every window."""
 MODULES = "distaccum.tools.modules:modules_of"

@@ -19,6 +19,7 @@ from distaccum.config.checks import (
 )
 
 MICRO_SIZE = 8  # where nobody states one
+SAMPLES = "samples"
 
 # OmegaConf reads `Optional[X]` but not `X | None` in schemas on every version supported, hence the noqa marks.
 
@@ -43,6 +44,8 @@ class BatchConfig:
             sample). If ``micro_size`` is a number, both limits apply; if not, it only sets the evaluation batch.
             ``auto`` finds the limit with the longest samples. null: no limit.
         group_by_length: Put samples of similar length into one micro-batch, within a step, to save padding.
+        balance (samples | tokens | flops): What ranks get about the same of in a step: samples; or, dealing its
+            micro-batches by what they cost, padded ``tokens`` or the model's operations (``flops``).
         pad_rows: Fill smaller micro-batches up to one size with rows that do not count.
         packing (none | documents): ``documents`` puts several samples into a row in place of padding, each on its own.
         row_tokens: Length of a packed row in tokens, such as 4096. null: the longest sample.
@@ -66,6 +69,7 @@ class BatchConfig:
     micro_size: Any = None  # a number, or auto, once it is made; with micro_tokens a number or null
     micro_tokens: Any = None
     group_by_length: bool = False
+    balance: str = SAMPLES
     pad_rows: bool = False
     packing: str = "none"
     row_tokens: Optional[int] = None  # noqa: UP045
@@ -85,6 +89,7 @@ class BatchConfig:
         require_annotated("batch", self)
         problem, remedy = f"and batch.tokens={self.tokens} is a budget of tokens", "Use batch.global_size with it"
         require(not self.schedule or self.tokens is None, "batch.schedule", self.schedule, problem, remedy)
+        require_choice("batch.balance", self.balance, (SAMPLES, "tokens", "flops"))
         require_choice("batch.scale_lr", self.scale_lr, ("none", "sqrt", "linear"))
         self._check_micro_tokens()
         require_count("batch.virtual_ranks", self.virtual_ranks, least=1)

@@ -317,7 +317,7 @@ class MapWindowLoader(WindowLoader):
         if self._lengths is not None:
             facts["lengths"] = f"{zlib.crc32(np.ascontiguousarray(self._lengths).tobytes()):08x} (a hash)"
             facts["micro_batch_size"] = self._plan.micro_batch_size
-        return facts | self._plan.limit_of_tokens
+        return facts | self._plan.limit_of_tokens | getattr(self._plan, "facts", {})
 
     def _sketch_of_next(self, batches: Iterator[Any]) -> Sketch | None:
         """The next batch's numbers; None where it cannot be loaded alone. The model's random numbers are left alone."""

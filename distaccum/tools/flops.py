@@ -101,6 +101,10 @@ class ModelFlops:
         except Exception as error:  # whatever a model raises that cannot be copied
             _tell(error)
 
+    def of_batch(self, batch: Any) -> float | None:
+        """The operations of one micro-batch, forward and backward; None without a copy of the model."""
+        return None if self._copies is None else count_flops(self._copies[0].train(), self._copies[1], batch)
+
     def of_sample(self, window: Window) -> float | None:
         """The operations of one sample, forward and backward, on average over some of this rank's micro-batches.
 

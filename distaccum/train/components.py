@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from distaccum.accumulation.schedulers import has_two_weights
 from distaccum.accumulation.tracker import Schedule
+from distaccum.config.batch import SAMPLES
 from distaccum.config.checks import LASTS, Node
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import FSDP2Config, engine_config
@@ -35,7 +36,7 @@ from distaccum.engines.numerics import Numerics
 from distaccum.errors import ON_ALL_RANKS, ConfigError
 from distaccum.losses.base import AnyLoss
 from distaccum.precision.policy import PrecisionPolicy
-from distaccum.program import FROM_DATA, load
+from distaccum.program import BALANCED, FROM_DATA, load
 from distaccum.train import adapters, determinism, packing
 from distaccum.train.callbacks import Callback
 from distaccum.train.checks import CHECKS, Stated, Texts, check_optimizers, loading_of
@@ -206,7 +207,7 @@ def build_components(
     """
     config = config.with_schedule(own_optimizer=bool(optimizers))
     data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
-    plan = _plan_of(config, data, world_size)
+    plan = _plan_of(config, data, model, loss, world_size)
     everyone = [*callbacks, *_callbacks_of(config)]
     stated = Stated(
         config=config,
@@ -273,7 +274,7 @@ def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | N
     return prepare(stated.model, context)
 
 
-def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | StreamPlan:
+def _plan_of(config: RunConfig, data: DataSpec, model: nn.Module, loss: AnyLoss, world_size: int) -> Plan | StreamPlan:
     batch = config.batch
     plan = make_plan(
         data,
@@ -288,6 +289,8 @@ def _plan_of(config: RunConfig, data: DataSpec, world_size: int) -> Plan | Strea
         group_by_length=batch.group_by_length,
         names=CONFIG_KEYS,
     )
+    if batch.balance != SAMPLES:
+        plan = load(BALANCED)(plan, data, model, loss, config)
     return _numerics(config).plan(plan, names=CONFIG_KEYS)
 
 

@@ -30,6 +30,7 @@ from distaccum.accumulation.settings import AccumulatorSettings
 from distaccum.checkpoint.files import write_json
 from distaccum.checkpoint.state import SavedState
 from distaccum.checkpoint.store import CheckpointStore
+from distaccum.config.batch import SAMPLES
 from distaccum.config.checks import ROLLBACK, seconds_of
 from distaccum.data.factory import build_loader
 from distaccum.data.spec import is_map_style
@@ -46,6 +47,7 @@ from distaccum.program import (
     CRASH_LOOP,
     DESCRIBE,
     ENVIRONMENT,
+    LONGEST_RANK,
     MODULES,
     NOTE_START,
     PROFILER,
@@ -464,6 +466,8 @@ def open_parts(run: TrainingRun, console: Any, closing: ExitStack) -> list[Part]
         Evaluations(run),
         checkpoints,
     ]
+    if config.batch.balance != SAMPLES:
+        found.append(load(LONGEST_RANK)(components.plan))
     if config.trainer.on_spike == ROLLBACK:
         found.append(RollBack(run, checkpoints))
     found.append(time_limit)

@@ -52,6 +52,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
         pytest.param(2, ("batch.micro_size=2",), marks=heavy),
         pytest.param(4, (), marks=heavy),
         pytest.param(4, (GROUPED,), marks=heavy),
+        pytest.param(2, ("engine=fsdp2", "batch.balance=flops"), marks=heavy),
+        pytest.param(4, (GROUPED, "batch.balance=tokens", "trainer.num_workers=1"), marks=heavy),
     ],
 )
 def test_it_trains_as_one_process_does(

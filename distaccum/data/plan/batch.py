@@ -287,10 +287,6 @@ class CutEpoch:
         positions = np.asarray(self.window(k), dtype=np.int64)
         return positions[np.argsort(-self.lengths_at(positions, lengths), kind="stable")]
 
-    def dealt_in_turn(self, positions: Ids, sizes: Sequence[int] | Ids, rank: int) -> list[Ids]:
-        """The micro-batches of ``rank``, where those of these ``sizes`` go to one rank after the other."""
-        return np.split(positions, np.cumsum(sizes)[:-1])[rank :: self.plan.world_size]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedPlan(CutPlan):
@@ -334,10 +330,14 @@ class GroupedPlan(CutPlan):
 class _GroupedEpoch(CutEpoch):
     plan: GroupedPlan
 
-    def micro_batches(self, k: int, rank: int) -> list[Ids]:
+    def in_turn(self, k: int) -> list[Ids]:
+        """The window's micro-batches, which go to one rank after the other."""
         ranks = range(self.plan.world_size)
         sizes = np.array([[len(part) for part in self.windows.micro_batches(k, each)] for each in ranks])
-        return self.dealt_in_turn(self.longest_first(k, self.plan.lengths), sizes.T.ravel(), rank)
+        return np.split(self.longest_first(k, self.plan.lengths), np.cumsum(sizes.T.ravel())[:-1])
+
+    def micro_batches(self, k: int, rank: int) -> list[Ids]:
+        return self.in_turn(k)[rank :: self.plan.world_size]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,12 +206,16 @@ class _CutEpoch(CutEpoch):
         shares = (share_of(range(len(window)), rank, ranks) for rank in range(ranks))
         return max(len(self.plan.cut(lengths[share.start : share.stop])) for share in shares)
 
+    def in_turn(self, k: int) -> list[Ids]:
+        """The window's micro-batches of samples of similar length, which go to one rank after the other."""
+        positions = self.longest_first(k, self.plan.lengths)
+        sizes = divisible(self.plan.cut(self.lengths_at(positions, self.plan.lengths)), self.plan.world_size)
+        return np.split(positions, np.cumsum(sizes)[:-1])
+
     def micro_batches(self, k: int, rank: int) -> Sequence[range | Ids]:
-        lengths = self.plan.lengths
         if self.plan.grouped:
-            positions = self.longest_first(k, lengths)
-            sizes = divisible(self.plan.cut(self.lengths_at(positions, lengths)), self.plan.world_size)
-            return self.dealt_in_turn(positions, sizes, rank)
+            return self.in_turn(k)[rank :: self.plan.world_size]
+        lengths = self.plan.lengths
         share = share_of(self.window(k), rank, self.plan.world_size)
         ends = np.cumsum(self.plan.cut(self.lengths_at(share, lengths))).tolist()
         return [share[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

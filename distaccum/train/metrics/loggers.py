@@ -40,6 +40,7 @@ OF_RECORDS = (
     "lr",
     "loss_scale",
     "noise_scale*",
+    "longest_over_mean",
     "applied",
     "skipped",
     "nonfinite",
