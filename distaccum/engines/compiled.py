@@ -9,14 +9,17 @@ the graph, and names in checkpoints are the model's own. What is communicated be
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distaccum.config.compile import INDUCTOR, WITH_GRAPHS, CompileConfig
@@ -265,9 +268,45 @@ def compiled_parts(model: nn.Module) -> list[str]:
     return [name or "the model" for name, module in model.named_modules() if _is_compiled(module)]
 
 
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Within the block what is compiled of a model runs as it was written; free where nothing is."""
-    return torch.compiler.set_stance("force_eager") if compiled_parts(model) else nullcontext()
+class _Uncompiled:
+    """Counts blocks: torch has one stance for all threads, and each would put back what another has set."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks = Lock(), 0
+        self._stance: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks and "torch._dynamo" in sys.modules:  # else nothing has been compiled
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._stance.__exit__(None, None, None)
+                self._stance = nullcontext()
+
+
+uncompiled = _Uncompiled()
+"""Within the block what is compiled runs as it was written: of a model, of a loss, of a library."""
+
+
+class BesideCompiled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+    """A mode that compiled code does not see, and runs compiled in.
+
+    Torch runs uncompiled what is compiled in another mode of its users', in that mode and ever after.
+    """
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As newer releases of torch ask."""
+        return True
 
 
 def _is_compiled(module: nn.Module) -> bool:

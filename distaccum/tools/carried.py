@@ -163,7 +163,7 @@ class Carried:
         assert self._first is not None
         assert self._calling is not None
         assert self._carried is not None
-        with state_restored(self._engine), uncompiled(self._model), torch.no_grad():
+        with state_restored(self._engine), uncompiled, torch.no_grad():
             self._calling.restore()
             self._first.restore_some(self._carried)
             begun = self._again()

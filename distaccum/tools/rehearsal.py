@@ -77,7 +77,7 @@ class _Rehearsal:
         began = perf_counter()
         engine = self._engine
         to_come = state_to_come(engine.optimizers)
-        with state_restored(engine), uncompiled(engine.unwrapped_model):
+        with state_restored(engine), uncompiled:
             modes = [(module, module.training) for module in engine.unwrapped_model.modules()]
             if not any(training for _, training in modes):  # after an evaluation: a loop sets it for its windows
                 engine.unwrapped_model.train()

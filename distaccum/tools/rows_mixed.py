@@ -9,19 +9,18 @@ shapes in the loop's code stay right.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distaccum.data.batches import map_tensors
 from distaccum.engines.base import Engine
+from distaccum.engines.compiled import BesideCompiled
 from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
 from distaccum.precision.selection import SIXTEEN_BIT
 from distaccum.verification.additivity import rows_of
@@ -54,7 +53,7 @@ class RowsMixed:
     def before_forward(self, batch: Any, samples: int) -> None:
         """Called before each micro-step's forward, with the micro-batch and its number of samples, 1 of a stream's."""
         model = self._engine.model
-        if self._looked >= _LOOKS or self._engine.compiled is not None or _compiles():
+        if self._looked >= _LOOKS or self._engine.compiled is not None:
             return
         if isinstance(self._engine.unwrapped_model, torch.jit.ScriptModule) or rows_of(batch, samples, parts=1) is None:
             return
@@ -119,22 +118,8 @@ class RowsMixed:
         self._hooks = []
 
 
-def _compiles() -> bool:
-    """Whether the program compiles something: torch would run it uncompiled while operators are noted."""
-    known = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    backends = sum(backend is not None for backend in known.values())
-    return backends > 0 and backends > len(_compiled_by_deepspeed())
-
-
-def _compiled_by_deepspeed() -> set[int]:
-    """The functions of DeepSpeed's own that are compiled where it is imported."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.")]
-    every = (one for module in modules for one in list(vars(module).values()))
-    return {id(one) for one in every if isinstance(one, FunctionType) and hasattr(one, "_torchdynamo_orig_callable")}
-
-
-class _Tail(TorchDispatchMode):
-    """Notes operators outside of the model.
+class _Tail(BesideCompiled):
+    """Notes operators outside of the model; what is compiled runs compiled, and what it does not show is not judged.
 
     Args:
         rows: of the micro-batch.
@@ -204,7 +189,7 @@ class _Tail(TorchDispatchMode):
 
     def others(self) -> Sequence[int]:
         """Samples that may be weighed otherwise than the first one: of other labels, where there are such."""
-        if self._lost or self.rows < _PAIR:
+        if self._lost or not self._outputs or self.rows < _PAIR:
             return []
         differ = [(one != one[:1]).reshape(self.rows, -1).any(1) for one in self._labels]
         others: list[int] = torch.stack(differ).any(0).nonzero()[:, 0].tolist() if differ else [*range(1, self.rows)]

@@ -173,7 +173,7 @@ def _compare(
     """An error, or a warning, in words; empty where the loss is a sum."""
     # Uncompiled: it would be compiled for two shapes that no window has.
     model = engine.unwrapped_model
-    with evaluating(model) as train_again, uncompiled(model), torch.no_grad(), state_restored(engine, loss):
+    with evaluating(model) as train_again, uncompiled, torch.no_grad(), state_restored(engine, loss):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:

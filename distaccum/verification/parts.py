@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum.data.batches import to_device
 from distaccum.distributed.random import KeyedRandom, OtherGenerators
 from distaccum.engines.base import Engine
 from distaccum.engines.buffers import Buffers, state_restored
-from distaccum.engines.compiled import uncompiled
+from distaccum.engines.compiled import BesideCompiled, uncompiled
 from distaccum.engines.modules import trained
 from distaccum.engines.ownership import is_owned, leaves_of
 from distaccum.losses.base import Loss
@@ -50,12 +49,7 @@ def why_not_cut(engine: Engine, loss: Loss, rows: Callable[[int, int], Any], bef
     """
     look = _Look(engine, loss)
     try:
-        with (
-            state_restored(engine, loss),
-            uncompiled(engine.unwrapped_model),
-            torch.set_grad_enabled(bool(look.weights)),
-            look.constants,
-        ):
+        with state_restored(engine, loss), uncompiled, torch.set_grad_enabled(bool(look.weights)), look.constants:
             return look.compare(rows) or look.reached(before)
     except Exception as error:
         if engine.facts.forward_communicates:
@@ -155,7 +149,7 @@ def gradient_of_parts(
     """
     look = _Look(engine, loss)
     look.weights = look.weights if weights is None else dict(weights)
-    with state_restored(engine, loss), uncompiled(engine.unwrapped_model), look.constants, _looking():
+    with state_restored(engine, loss), uncompiled, look.constants, _looking():
         (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
     losses = [] if look.constants.own else [whole, *(part for part, _ in parts)]
@@ -192,7 +186,7 @@ def gradients_differ(
     return f"the gradient of {worst} {what}: off by {off[worst] / size[worst]:.2g} of it"
 
 
-class _Constants(TorchDispatchMode):
+class _Constants(BesideCompiled):
     """Random operators give constants, and nothing is left out: every sample is treated alike, in any company."""
 
     def __init__(self) -> None:

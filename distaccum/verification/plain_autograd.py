@@ -167,7 +167,7 @@ class PlainGradient:
         """
         parts, sizes, totals = self.parts, self.sizes, self._totals
         try:
-            with uncompiled(self._engine.unwrapped_model):
+            with uncompiled:
                 self.run()
             return set(self.parts)
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -240,7 +239,10 @@ def balanced(model: nn.Module, batch: Batch, weight: Tensor | None = None) -> Te
 
 
 def by_hand(model: nn.Module, batch: Batch) -> Tensor:
-    labels, found = (batch[1] > 0).float(), model(batch[0])
+    return weighed((batch[1] > 0).float(), model(batch[0]))
+
+
+def weighed(labels: Tensor, found: Tensor) -> Tensor:
     weight = (2 - labels.mean()) / (labels.mean() + 1)
     return -(weight * labels * F.logsigmoid(found) + (1 - labels) * F.logsigmoid(-found)).sum()
 
@@ -378,13 +380,6 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> None:
-    """By tests before: where a program compiles, operators between outputs and loss are not noted."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_is_exact_or_told_before_a_step(name: str) -> None:
     make, whole, ranks, settings, said = CASES[name]
@@ -395,6 +390,37 @@ def test_a_program_is_exact_or_told_before_a_step(name: str) -> None:
             assert not found.startswith("stepped")
         else:
             assert found <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, as it compiles
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_compiled_stays_compiled_and_is_told(gloo_world: World, whole: bool) -> None:
+    """Torch runs what its users' modes meet first uncompiled for ever; libraries compile where they are imported."""
+    runs = list[int]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        return lambda *given: runs.append(len(given)) or graph.forward(*given)  # type: ignore[func-returns-value]
+
+    @partial(torch.compile, backend=backend)
+    def compiled(labels: Tensor, found: Tensor) -> Tensor:
+        return -F.logsigmoid(found * labels).sum()
+
+    if not whole:
+        by_others = torch.compile(weighed, backend=backend)
+        loss = Other(lambda model, b: by_others((b[1] > 0).float(), model(b[0])))
+        assert BY_OTHERS in train(gloo_world, Net(), truth(Net()), whole=whole, loss=loss)
+        assert runs
+        runs.clear()
+    acc = over_sgd(Net(), 0.05, (4, 2), count=Squares().count, world=gloo_world)
+    loss = Other(lambda model, b: compiled(b[1].sign(), model(b[0])))
+    for window in acc.windows(DataSpec(train=samples()[:12], shuffle=False)):
+        if whole:
+            acc.step(window, loss)
+        for micro in () if whole else window:
+            with acc.accumulate():
+                acc.backward(loss(acc.model, micro.batch))
+        assert len(runs) >= 2  # micro-batches
+        runs.clear()
 
 
 ALONE = {
