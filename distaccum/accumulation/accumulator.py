@@ -633,6 +633,7 @@ class Accumulator:
             "batch": self._global_batch.state(),
             "memory": self._loader_factory.state(),
             "spikes": self.spikes.state_dict() if self.spikes else {},
+            "hooks": self.engine.hooks.state(),
             **cursor,
         }
 
@@ -655,7 +656,8 @@ class Accumulator:
         self._items_per_sample = state["per_sample"]
         self._global_batch.restore(state.get("batch"))
         self._loader_factory.restore(state.get("memory", {}))
-        self.restore(Progress(**state["progress"]), state["position"], state["data"], state.get("spikes", {}))
+        judged, hooks = state.get("spikes", {}), state.get("hooks", {})
+        self.restore(Progress(**state["progress"]), state["position"], state["data"], judged, hooks)
 
     def save(self, folder: str | PathLike[str], *, keep: int = 2, state: Mapping[str, Any] | None = None) -> Path:
         """Saves a checkpoint ``folder/checkpoints/step-N`` with everything that :meth:`resume` needs; a collective.
@@ -706,17 +708,23 @@ class Accumulator:
         return load(LOOP_CHECKPOINTS)(self)
 
     def restore(
-        self, progress: Progress, position: Mapping[str, Any], data: Any, spikes: Mapping[str, Any] | None = None
+        self,
+        progress: Progress,
+        position: Mapping[str, Any],
+        data: Any,
+        spikes: Mapping[str, Any],
+        hooks: Mapping[str, Any],
     ) -> None:
-        """Sets the progress, where the next :meth:`windows` begins, and what spikes are judged by.
+        """Sets the progress, where the next :meth:`windows` begins, what spikes are judged by, and the hooks' state.
 
         A :meth:`stop` is forgotten.
         """
         self._cursor.restore(position, data)
         self._counter.clear_stop()
         if self.spikes:
-            self.spikes.load_state_dict(spikes or {})
+            self.spikes.load_state_dict(spikes)
         self.go_on_from(progress)
+        self.engine.hooks.load_state(hooks)
 
     def go_on_from(self, progress: Progress) -> None:
         """Sets the progress after other weights were loaded, in the middle of an epoch: its data go on."""

@@ -55,6 +55,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "optimizer_format": str,
     "facts": dict,
     "spikes": dict,
+    "hooks": dict,
     "logged": dict,
     "memory": dict,
 }
@@ -66,9 +67,9 @@ class RunState:
 
     ``position`` holds the plan's numbers that give ``progress.window`` its meaning: a run can only resume from a
     checkpoint in which they are the same. ``optimizer_format`` says which engines can read the optimizer state.
-    ``facts`` tell another model or other data than the configuration does, ``spikes`` is what gradient norms are
-    judged by, ``logged`` has the window and the step of the last record, and ``memory`` the micro-batch that was found
-    and the shapes that fit.
+    ``facts`` tell another model or other data than the configuration does, ``spikes`` is what gradient norms are judged
+    by, ``hooks`` what looks at windows has found, ``logged`` has the window and the step of the last record, and
+    ``memory`` the micro-batch that was found and the shapes that fit.
     """
 
     progress: Progress
@@ -79,6 +80,7 @@ class RunState:
     optimizer_format: str = BY_PARAMETER
     facts: Mapping[str, Any] = field(default_factory=dict)
     spikes: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Mapping[str, Any] = field(default_factory=dict)
     logged: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)
 
@@ -180,6 +182,7 @@ def read(folder: Path) -> SavedState:
         raise CheckpointError(f"{folder}: no readable state.json ({error})") from error
     if not isinstance(record, dict):
         raise CheckpointError(f"{folder}: state.json is no record of a checkpoint")
+    record.setdefault("hooks", {})  # of one that is older
     if record.get("version") != VERSION:
         raise CheckpointError(f"{folder} has format {record.get('version')}, this distaccum reads {VERSION}")
     _check_types(folder, record)

@@ -55,6 +55,12 @@ class WindowHook:
     def restarted(self) -> None:
         """Other weights were loaded: what is known of earlier windows holds no longer."""
 
+    def state(self) -> Any:
+        """What a checkpoint keeps, as JSON holds it; None: nothing. Between two windows; may be a collective."""
+
+    def load_state(self, state: Any) -> None:
+        """Restores :meth:`state` of any number of ranks, after :meth:`restarted`."""
+
     def close(self) -> None:
         """The last window has ended: what the hook has attached elsewhere is removed."""
 
@@ -85,6 +91,17 @@ class Hooks:
     def metrics(self) -> dict[str, float]:
         """Those of all hooks."""
         return {name: value for hook in self._all for name, value in hook.metrics.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the hooks, by their classes."""
+        found = {type(hook).__name__: hook.state() for hook in self._all if _has(hook, "state")}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """Restores :meth:`state` in those hooks that it knows."""
+        for hook in self._all:
+            if type(hook).__name__ in states:
+                hook.load_state(states[type(hook).__name__])
 
     def add(self, hook: WindowHook) -> None:
         """The last one from here on; between two windows."""

@@ -68,6 +68,7 @@ class LoopCheckpoints:
             config={},
             callbacks={},
             spikes=state["spikes"],
+            hooks=state["hooks"],
         )
         _bytes({"data": state["data"]}, "the data: their state")
         part = checkpoint.Part.of(accumulator.engine, run, state["data"], world)
@@ -100,8 +101,8 @@ class LoopCheckpoints:
         continued, data = checkpoint.restore(saved, accumulator.engine, world)
         state: dict[str, Any] = {name: loop[name] for name in _IN_FILE}
         run = saved.run
-        progress = {"progress": vars(run.progress), "position": run.position, "spikes": run.spikes, "data": data}
-        accumulator.load_state_of_loop(state | progress)
+        progress = {"progress": vars(run.progress), "position": run.position, "spikes": run.spikes, "hooks": run.hooks}
+        accumulator.load_state_of_loop(state | progress | {"data": data})
         for name, kept in values["objects"].items():
             if name in own:
                 own[name].load_state_dict(kept)

@@ -25,6 +25,7 @@ from distaccum.errors import ConfigError
 from distaccum.losses.base import is_window_loss
 
 if TYPE_CHECKING:
+    from distaccum.train.checks import Stated
     from distaccum.train.components import TrainingComponents
 
 _log = logging.getLogger(__name__)
@@ -33,24 +34,30 @@ _SAME = 1e-9  # of two products: blocks as large as their windows tell nothing
 _KEY = "batch.noise"
 
 
+def check(run: Stated) -> None:
+    """Refuses what no run can measure, before there are ranks.
+
+    Raises:
+        ConfigError: its windows have no parts with gradients of their own.
+    """
+    if is_window_loss(run.loss):
+        problem = f"{type(run.loss).__name__} compares the samples of a window, so that none has its own gradient"
+        raise ConfigError(_KEY, True, problem, "Leave it out")
+    plan = run.plan
+    if plan.world_size == 1 and plan.items_of_window == 1 and not (plan.is_stream or run.config.batch.rehearses):
+        problem = "one rank runs each step as one micro-batch, and no part of it has a gradient of its own"
+        raise ConfigError(_KEY, True, problem, "Lower batch.micro_size, or run on more ranks")
+
+
 def of_run(components: TrainingComponents, accumulator: Accumulator) -> None:
     """Adds a :class:`GradientNoise` to a run's windows, before the first one.
 
     Raises:
-        ConfigError: the run has none to measure.
+        ConfigError: ranks come and go.
     """
-    plan, config = components.plan, components.config
-    if is_window_loss(components.loss):
-        problem = (
-            f"{type(components.loss).__name__} compares the samples of a window, so that none has its own gradient"
-        )
-        raise ConfigError(_KEY, True, problem, "Leave it out")
     if components.engine.builder is not None:
         problem = "with ranks that come and go its parts are dealt anew in the middle of a window"
         raise ConfigError(_KEY, True, problem, "Leave it out, or start the run with torchrun")
-    if plan.world_size == 1 and plan.items_of_window == 1 and not (plan.is_stream or config.batch.rehearses):
-        problem = "one rank runs each step as one micro-batch, and no part of it has a gradient of its own"
-        raise ConfigError(_KEY, True, problem, "Lower batch.micro_size, or run on more ranks")
     accumulator.engine.hooks.add(GradientNoise(accumulator))
 
 
@@ -65,7 +72,7 @@ class GradientNoise(WindowHook):
     that ``tr(S)`` is then a token's share of a sample's.
 
     The sums stay on the device. A copy of those after the window before the last rides in the window's count, when the
-    device has computed it long ago. They are of this process: a run that is resumed begins anew.
+    device has computed it long ago. A checkpoint has every rank's: a run that is resumed on as many goes on bit by bit.
 
     Args:
         accumulator: whose windows are measured, by ``accumulator.engine.hooks.add``.
@@ -179,6 +186,24 @@ class GradientNoise(WindowHook):
         self._sums = torch.zeros(_NUMBERS, dtype=torch.float64)
         self._older = self._newer = None
         self.metrics: dict[str, float] = {}
+
+    def state(self) -> list[list[list[float]]]:
+        """Every rank's sums after the last but one window, and after the last: a collective that reads the device."""
+        nothing = [0.0] * _NUMBERS
+        return self._world.all_gather_object(
+            [nothing if copy is None else copy.read() for copy in (self._older, self._newer)]
+        )
+
+    def load_state(self, state: list[list[list[float]]]) -> None:
+        """Takes this rank's sums; of another number of ranks all that these have added, which the first one takes."""
+        saved = torch.tensor(state, dtype=torch.float64)  # ranks x 2 x numbers
+        if len(saved) == self._world.size:
+            older, newer = saved[self._world.rank]
+        else:  # each rank adds every window's own norm
+            blocks = saved[..., :3].sum(0) * float(self._world.is_main)
+            older, newer = torch.cat([blocks, saved[..., 3:].mean(0)], -1)
+        self._sums = newer.clone()
+        self._older, self._newer = HostCopy(older.clone()), HostCopy(newer.clone())
 
     def close(self) -> None:
         """See :class:`WindowHook`."""

@@ -34,7 +34,7 @@ from distaccum.engines.factory import refuse_gloo
 from distaccum.errors import ConfigError, shorten
 from distaccum.losses.base import AnyLoss, Predictor, Scorer, is_window_loss, score_names
 from distaccum.losses.normalize import SINGLE
-from distaccum.program import CLASSES, HOST_MEMORY, METRICS, OBJECTIVE, PROFILER, TEXTS, load
+from distaccum.program import CLASSES, HOST_MEMORY, METRICS, NOISE, OBJECTIVE, PROFILER, TEXTS, load
 from distaccum.train import adapters, determinism, ema, packing
 from distaccum.train.callbacks import Callback, Judging
 from distaccum.train.callbacks import check as check_callbacks
@@ -404,6 +404,12 @@ def _check_profile(run: Stated) -> None:
         load(PROFILER).check(run.config.profile, run.device, run.total_steps)
 
 
+def _check_noise(run: Stated) -> None:
+    """Of a run that is to measure it."""
+    if run.config.batch.noise:
+        load(NOISE)(run)
+
+
 def _check_classes(run: Stated) -> None:
     """Of a model with classes as transformers names them."""
     if hasattr(getattr(run.model, "config", None), "id2label"):
@@ -426,6 +432,7 @@ CHECKS: Sequence[Callable[[Stated], object]] = (
     lambda run: check_metrics(run.metrics, run.loss, evaluated=bool(run.data.held_out)),
     lambda run: run.metric_names,
     _check_profile,
+    _check_noise,
     lambda run: check_callbacks(run.callbacks, evaluates=evaluates(run.data, run.config)),
     lambda run: ema.check(run.callbacks, run.config),
     check_results,

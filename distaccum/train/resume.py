@@ -246,7 +246,7 @@ class Restore:
         if has_grown(position, self._components.plan.position):  # find_checkpoint has allowed it
             progress = progress.next_epoch() if progress.epoch_window else progress
             position = self._components.plan.position
-        accumulator.restore(progress, position, data, run.spikes)
+        accumulator.restore(progress, position, data, run.spikes, run.hooks)
         restore_callbacks(callbacks, run.callbacks)
         averaged = ema.begin(callbacks, accumulator.engine, self._saved.folder)
         # A run started from a named checkpoint is another run.

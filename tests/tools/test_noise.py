@@ -1,6 +1,7 @@
 """The gradient noise scale beside the samples' own gradients; ``test_arriving.py`` has it exactly, by engines."""
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from distaccum import DataSpec, InfoNCE, PrecisionConfig, ScalerConfig, Trainer
+from distaccum import DataSpec, InfoNCE, PrecisionConfig, RunConfig, ScalerConfig, Trainer
 from distaccum.distributed.world import World
 from distaccum.errors import ConfigError
 from distaccum.models.gpt import GPT
 from distaccum.tools.noise import GradientNoise
+from distaccum.train.components import build_components
 from tests.support.accumulators import Loss, over_sgd
 from tests.support.commands import metrics
 from tests.support.runs import settings
+from tests.support.threads import on_ranks
 
 SAMPLES, BATCH, MICRO, EPOCHS = 512, 32, 4, 3
 FP16 = PrecisionConfig(name="fp16", scaler=ScalerConfig(static_scale=1024))
@@ -75,24 +78,66 @@ def test_it_is_that_of_the_samples_own_gradients(case: Any, precision: Any, gloo
     assert noise.metrics["noise_scale"] == pytest.approx(true, rel=0.15)
 
 
-def _fit(folder: Path, micro: int, loss: Any) -> None:
-    batch = {"global_size": 8, "micro_size": micro, "noise": True}
-    config = settings(None, {"max_steps": 5, "log_every": 1}, batch=batch)
-    data = DataSpec(train=list(torch.randn(40, 3, generator=torch.Generator().manual_seed(0))))
-    Trainer(nn.Linear(3, 1), loss, data, config=config, run_dir=folder).fit()
+BATCHES = {"global_size": 8, "noise": True}
+DATA = DataSpec(train=list(torch.randn(40, 3, generator=torch.Generator().manual_seed(0))))
 
 
-def test_a_run_logs_it_or_refuses(tmp_path: Path, gloo_world: World) -> None:
-    _fit(tmp_path / "run", 2, Loss())
-    records = metrics(tmp_path / "run")
-    assert ["noise_scale_trace" in record for record in records] == [False, False, True, True, True]
-    for micro, loss, problem in (
-        (8, Loss(), "one rank runs each step as one micro-batch"),
-        (2, InfoNCE(), "InfoNCE compares the samples of a window"),
-    ):
-        with pytest.raises(ConfigError, match=rf"batch\.noise=True: {problem}"):
-            _fit(tmp_path / "other", micro, loss)
+def _fit(folder: Path, steps: int, **more: Any) -> list[Any]:
+    """The records' noise; with the same weights to begin with."""
+    torch.manual_seed(0)
+    config = settings(None, {"max_steps": steps, "log_every": 1}, batch={**BATCHES, "micro_size": 2}, **more)
+    Trainer(nn.Linear(3, 1), Loss(), DATA, config=config, run_dir=folder).fit()
+    return [{key: one[key] for key in one if key.startswith("noise")} for one in metrics(folder)]
+
+
+def test_a_run_logs_it_and_a_resume_goes_on_bit_by_bit(tmp_path: Path, gloo_world: World) -> None:
+    whole = _fit(tmp_path / "whole", 7)
+    assert ["noise_scale_trace" in record for record in whole] == [False, False, *[True] * 5]
+    _fit(tmp_path / "parted", 4, save=2)
+    assert _fit(tmp_path / "parted", 7, resume="auto") == whole
     acc = over_sgd(nn.Linear(3, 1), 0.1, (4, 2), count=lambda batch: {"a": len(batch), "b": 1})
     acc.engine.hooks.add(GradientNoise(acc))
     with pytest.raises(ConfigError, match=r"the losses have the counts \{'a': 4.0, 'b': 2.0\}"):
         next(acc.windows(DataSpec(train=list(torch.ones(4, 3)))))
+
+
+@pytest.mark.parametrize(
+    ("micro", "loss", "problem"),
+    [(8, Loss(), "one rank runs each step as one micro-batch"), (2, InfoNCE(), "InfoNCE compares the samples of a")],
+)
+def test_what_has_none_is_refused_before_there_are_ranks(micro: int, loss: Any, problem: str) -> None:
+    config = RunConfig.from_dict({"batch": {**BATCHES, "micro_size": micro}})
+    with pytest.raises(ConfigError, match=rf"batch\.noise=True: {problem}"):
+        build_components(config, DATA, nn.Linear(3, 1), loss, world_size=1, device=torch.device("cpu"))
+
+
+MODEL = nn.Linear(3, 1)
+
+
+def _measured(windows: int, state: dict[str, Any] | None, world: World) -> tuple[list[dict[str, float]], Any]:
+    """The noise after each of so many windows of an epoch of five, and what is saved then."""
+    acc = over_sgd(deepcopy(MODEL), 0.1, (8, 1), count=len, world=world, verify="never")
+    noise = GradientNoise(acc, decay=0.8)
+    acc.add_hook(noise)
+    found: list[dict[str, float]] = []
+    if state is not None:
+        acc.load_state_dict(state)
+    for window in acc.windows(DATA):
+        acc.step(window, Loss())
+        found.append(dict(noise.metrics))
+        if len(found) == windows:
+            break
+    saved = acc.state_dict()
+    acc.close()
+    return found, saved
+
+
+def test_it_goes_on_from_what_other_ranks_have_added_up() -> None:
+    whole = on_ranks(2, partial(_measured, 5, None))[0][0]
+    (_, saved), _ = on_ranks(2, partial(_measured, 3, None))
+    for world in (1, 2, 3):
+        for found, _ in on_ranks(world, partial(_measured, 2, saved)):
+            for one, other in zip(found, whole[3:], strict=True):
+                assert one == (other if world == 2 else pytest.approx(other, rel=1e-6))
+    del saved["hooks"]  # as of an older distaccum
+    assert on_ranks(2, partial(_measured, 1, saved))[0][0] == [{}]

@@ -37,7 +37,7 @@ class RestoreCarried:
             engine = resumable(accumulator.engine)
             engine.load_dealt(carried.engine, carried.shares.now, torn=carried.shares.torn)
         run = carried.run
-        accumulator.restore(run.progress, run.position, None, run.spikes)
+        accumulator.restore(run.progress, run.position, None, run.spikes, run.hooks)
         accumulator.tracker.skips_in_a_row = carried.skips_in_a_row
         accumulator.know_counted(carried.counted)
         restore_callbacks(self._callbacks, run.callbacks)

@@ -279,6 +279,7 @@ class Checkpoints(Part):
             callbacks=callback_states(self._components.callbacks),
             facts=self._components.facts if self._world.is_main else {},
             spikes={} if spikes is None else spikes.state_dict(),
+            hooks=self._accumulator.engine.hooks.state(),
             logged=logged,
             memory=memory_to_save(self._components, self._accumulator),
         )

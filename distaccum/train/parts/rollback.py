@@ -95,6 +95,7 @@ def roll_back(accumulator: Accumulator, store: CheckpointStore, components: Trai
     accumulator.use_evaluation_weights()
     checkpoint.restore(saved, accumulator.engine, world)
     accumulator.go_on_from(undone(progress, step))
+    accumulator.engine.hooks.load_state(saved.run.hooks)
     restore_callbacks(components.callbacks, saved.run.callbacks)
     ema.begin(components.callbacks, accumulator.engine, saved.folder)
     if world.is_main:

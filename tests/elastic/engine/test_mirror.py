@@ -136,7 +136,7 @@ def gone_on(world: World, left: list[Left | None], precision: str) -> tuple[Tens
     assert share is not None
     acc = accumulator(world, precision)
     resumable(acc.engine).load_dealt(replace(state), share, torn=torn)
-    acc.restore(source.progress, {}, None)
+    acc.restore(source.progress, {}, None, {}, {})
     return end_of(acc, world)
 
 
