@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from distaccum.engines.compiled import BesideCompiled
 from distaccum.errors import MisuseError
 
 # What a selective checkpoint keeps: what takes long to compute and little memory to hold. Attention is an operator for
@@ -108,7 +108,7 @@ class Recomputed:
         return found
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class _Watch(BesideCompiled):
     """Notes what a selective checkpoint keeps of a block's forward, and whether something is written into it.
 
     torch looks at changes of the kept tensors itself, by a count that other tensors over the same memory do not share:

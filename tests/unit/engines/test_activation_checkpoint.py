@@ -209,3 +209,27 @@ def test_a_backward_computes_no_attention_again() -> None:
     assert calls.attention == ["_scaled_dot_product_flash_attention_for_cpu"]
     assert calls.names.count("addmm") == 1
     assert calls.names.count("tanh") == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, as it compiles
+def test_what_a_block_calls_compiled_stays_compiled() -> None:
+    """As ``flex_attention`` is: torch runs uncompiled for ever what first meets a mode of its users."""
+    runs = list[int]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        return lambda *given: runs.append(len(given)) or graph.forward(*given)  # type: ignore[func-returns-value]
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.part = nn.Linear(4, 4), torch.compile(lambda x: x.tanh() * 2, backend=backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.part(self.a(x)).square()
+            return found
+
+    module, x = Calling(), torch.ones(1, 4)
+    activation_checkpoint.Checkpoints(module, [module], selective=True, compiled=False)
+    for _ in range(2):
+        module(x).sum().backward()
+    assert len(runs) == 4  # each in the forward and again in the backward
