@@ -49,7 +49,7 @@ class PlainState:
             copies = {id(value): copy for value, copy in contents}
             for key, value in own.items():
                 now = attributes.get(key)
-                if not _same(now, copies.get(id(value), value)) and not isinstance(value, nn.Module):
+                if not is_same(now, copies.get(id(value), value)) and not isinstance(value, nn.Module):
                     yield key
 
     def moved(self) -> set[tuple[int, str]]:
@@ -59,7 +59,7 @@ class PlainState:
             copies = {id(value): copy for value, copy in contents}
             for key in [key for key in attributes if _is_own(key)]:
                 now, before = attributes[key], own.get(key)
-                if not isinstance(now, nn.Module) and not (key in own and _same(now, copies.get(id(before), before))):
+                if not isinstance(now, nn.Module) and not (key in own and is_same(now, copies.get(id(before), before))):
                     found.add((id(attributes), key))
         return found
 
@@ -134,7 +134,8 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
-def _same(now: Any, before: Any) -> bool:
+def is_same(now: Any, before: Any) -> bool:
+    """Whether a value is what it was, by its numbers and texts; of other objects whether it is the same one."""
     if isinstance(now, Tensor) and isinstance(before, Tensor) and _has_contents(before):
         return now is before or (now.shape == before.shape and torch.equal(now, before.to(now.dtype)))
     if type(now) is not type(before) or not _has_contents(now) or isinstance(now, Tensor):

@@ -25,7 +25,8 @@ from distaccum.tools.carried import Carried
 from distaccum.tools.compared import Compared
 from distaccum.tools.function_state import FunctionState
 from distaccum.tools.others_at_rest import OthersAtRest
-from distaccum.tools.rows_mixed import RowsMixed
+from distaccum.tools.rates_at_rest import RatesAtRest
+from distaccum.tools.rows_mixed import MIXES, RowsMixed
 from distaccum.tools.samples_apart import SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
@@ -64,6 +65,7 @@ class Relations:
         self._several = micro_batches > 1 or engine.world.size > 1
         self._weights, self._samples, self._apart = WeightsAtRest(engine), SamplesRun(engine), SamplesApart(engine)
         self._carried, self._others = Carried(engine, micro_batches), OthersAtRest(engine, micro_batches)
+        self._rates = RatesAtRest(engine, micro_batches)
         self._sizes = [len(ids) for ids in window.ids()]  # of the micro-batches, in samples
         self._compared, self._mixed = Compared(engine, next(iter(self._sizes), 1)), RowsMixed(engine)
         self._count: Count | None = None
@@ -87,6 +89,7 @@ class Relations:
             batch: what the loss is called with, where it is at hand.
         """
         self._alone = alone
+        self._rates.look()
         if given is not None:
             self._samples.begins(given.batch)
         self._weights.before_forward()
@@ -154,6 +157,7 @@ class Relations:
     def _carried_in_words(self, *, fits: bool) -> str:
         """Of a loop, whose loss nobody can compute; a collective."""
         names = "" if "state" in self.allow else self._of_all(self._carried.problem(fits=fits))
+        names = names or self._of_all("a tensor outside of the model" if self._alone and self._mixed.carried else "")
         return names and f"a micro-batch depends on what those before it leave in {names}, {_MOVE_ONCE}"
 
     # --- hooks of parameters are linear
@@ -234,6 +238,7 @@ class Relations:
         Raises:
             VerificationError: a relation does not hold; on all ranks.
         """
+        self._tell("state", self._rates.in_words())
         self._refuse("samples", self._of_all(self._samples.problem))
         self._refuse("weights", self._weights.in_words(several=self._several))
         others, written = self._others.in_words()
@@ -247,6 +252,8 @@ class Relations:
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
         self._tell("state", moved or self._carried_in_words(fits=fits))
         compared, mixed = self._compared.in_words(self._micro_batches), self._of_all(self._mixed.problem)
+        if self._alone and self._several and not (compared or mixed):
+            compared = self._of_all(MIXES if self._mixed.compares else "")
         self._tell("parts", compared if self._alone else "")  # else the check of the loss has told
         if self._several and not compared:
             (self._tell if self._mixed.doubtful else self._refuse)("parts", mixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -500,6 +501,66 @@ def against_queue(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
+def moves(does: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Batch], Tensor]:
+    """A loss that keeps an average of outputs, and does something by it."""
+    center, logged = torch.zeros(1), list[Tensor]()
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        nonlocal center
+        found = model(batch[0])
+        loss = does((found - batch[1]).square().sum(1), center)
+        center = 0.9 * center + 0.1 * found.detach().mean(0)
+        logged.append(loss.detach())
+        return loss.sum()
+
+    return loss
+
+
+class Centred:
+    """The same in place, in an attribute."""
+
+    def __init__(self, does: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.center, self.does = torch.zeros(1), does
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        found = model(batch[0])
+        loss = self.does((found - batch[1]).square().sum(1), self.center.clone())
+        self.center.mul_(0.9).add_(found.detach().mean(0), alpha=0.1)
+        return loss.sum()
+
+
+def sets_center(model: Any, batch: Batch) -> Tensor:
+    """What the micro-batch before has left does not matter."""
+    found = model(batch[0])
+    model.kept = getattr(model, "kept", torch.zeros(1))
+    model.kept.fill_(0.0).add_(0.5)
+    return ((found - batch[1]).square() * model.kept).sum()
+
+
+def caches_weights() -> Callable[[Any, Batch], Tensor]:
+    weights, made = torch.ones(1), list[Tensor]()
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        found = model(batch[0])
+        made.extend([] if made else [weights.exp()])
+        return ((found - batch[1]).square() * made[0].to(found)).sum()
+
+    return loss
+
+
+def in_two(does: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Batch], Tensor]:
+    """A loss of two terms of each sample."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        found = model(batch[0])[:, 0]
+        return does((found - batch[1][:, 0]).square(), (found - 2.0 * batch[1][:, 0]).abs() + 0.1)  # type: ignore[no-any-return]
+
+    return loss
+
+
+READ, draws = "by what is detached or read of them", random.Random(0)  # noqa: S311
+baseline: Any = lambda m, b: torch.sigmoid((found := m(b[0])).detach().mean() - found * b[1].sign()).sum()  # noqa: E731
+by_center: Any = lambda loss, center: loss * (1.0 + center)  # noqa: E731
 normed: Any = lambda net, x: F.batch_norm(net.a(x), net.center, net.a.bias.detach() ** 2, training=True)  # noqa: E731
 TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "an autocast in the loss": (None, in_bf16, {"whole": True}, ""),
@@ -510,6 +571,48 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a centre of shards": (centered, squares, {"engine": "fsdp2"}, "what those before it leave in center"),
     "a queue": (remembers, squares, {}, "what those before it leave in queue"),
     "a queue that the loss reads": (None, against_queue, {}, "what those before it leave in queue"),
+    "a centre of the loss, whole": (None, moves(by_center), {"whole": True}, "what their forwards leave in center"),
+    "a centre of a method, whole": (None, Centred(by_center).loss, {"whole": True}, "forwards leave in center"),
+    "what a loss logs, whole": (None, moves(lambda loss, center: loss), {"whole": True}, ""),
+    "what a method logs, whole": (None, Centred(lambda loss, center: loss).loss, {"whole": True}, ""),
+    "a centre of the loss": (None, moves(by_center), {}, "leave in a tensor outside of the model"),
+    "a centre of a method": (None, Centred(by_center).loss, {}, "leave in a tensor outside of the model"),
+    "a centre beside shards": (None, moves(by_center), {"engine": "fsdp2"}, "leave in a tensor outside of the model"),
+    "a centre set first": (None, sets_center, {}, ""),
+    "what a loss logs": (None, moves(lambda loss, center: loss), {}, ""),
+    "what a method logs": (None, Centred(lambda loss, center: loss).loss, {}, ""),
+    "a constant that is made once": (None, caches_weights(), {}, ""),
+    "a detached mean": (None, baseline, {}, READ),
+    "a detached mean, in one": (
+        None,
+        in_two(lambda a, b: (a * b.detach().mean()).sum()),
+        {"micro_batch_size": WINDOW},
+        "",
+    ),
+    "a ratio of terms": (None, in_two(lambda a, b: a.sum() + b.sum() * (a.sum() / b.sum()).detach()), {}, READ),
+    "a ratio that is read": (
+        None,
+        in_two(lambda a, b: a.sum() + b.sum() * (a.sum().item() / b.sum().item())),
+        {},
+        READ,
+    ),
+    "a share that is read": (None, in_two(lambda a, b: a.sum() + 0.5 / b.mean().item() * b.sum()), {}, READ),
+    "a share of shards": (
+        None,
+        in_two(lambda a, b: a.sum() + 0.5 / b.mean().item() * b.sum()),
+        {"engine": "fsdp2"},
+        READ,
+    ),
+    "a factor of each sample": (None, in_two(lambda a, b: (a * (1.0 - (-b).exp()).detach() ** 2).sum()), {}, ""),
+    "a factor that is drawn": (None, in_two(lambda a, b: a.sum() + b.sum() * draws.random()), {}, ""),
+    "a read that is logged": (None, in_two(lambda a, b: (a + b).sum() * 0.5 if b.mean().item() else a.sum()), {}, ""),
+    "factors read one by one": (
+        None,
+        in_two(lambda a, b: sum(x * y.item() for x, y in zip(a, b, strict=True))),
+        {},
+        "",
+    ),
+    "a ratio of each sample": (None, in_two(lambda a, b: (a + b * (a / b).detach()).sum()), {}, ""),
     "a share of a mean": (
         None,
         lambda m, b: squares(m, b) + 0.25 * len(b[0]) * m(b[0]).abs().mean(),
@@ -542,6 +645,38 @@ def test_what_depends_on_micro_batches_is_told(name: str, caplog: Any) -> None:
     assert found == [0.0] * ranks
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
+
+
+STEPS_A_SCHEDULE = [  # after the backwards of these micro-batches, -1: before the window; and whether it is told
+    ([0, 1, 2, 3], 4, True),
+    ([0, 1], 2, True),
+    ([0, 2], 4, True),
+    ([-1], 4, False),
+    ([0], 4, False),
+    ([3], 4, False),
+    ([1], 2, False),
+    ([], 4, False),
+    ([0], 1, False),
+]
+
+
+@pytest.mark.parametrize(("after", "micro_batches", "told"), STEPS_A_SCHEDULE)
+def test_a_schedule_that_is_stepped_for_each_micro_batch_is_told(
+    gloo_world: World, after: list[int], micro_batches: int, told: bool, caplog: Any
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sizes = {"global_batch_size": WINDOW, "micro_batch_size": WINDOW // micro_batches}
+    acc = Accumulator(model, optimizer, **sizes, count=Squares().count, world=gloo_world)
+    for window in acc.windows(DataSpec(train=samples(), shuffle=False)):
+        if -1 in after:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        for i, micro in enumerate(window):
+            with acc.accumulate():
+                acc.backward(squares(acc.model, micro.batch))
+                if i in after:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+    assert caplog.text.count("lr of the optimizer changes from micro-batch to micro-batch") == told
 
 
 @pytest.mark.parametrize("whole", [False, True])
