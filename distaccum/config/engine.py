@@ -41,6 +41,8 @@ class EngineConfig:
     """Whether a GPU's tensors may go over gloo between ranks."""
     goes_back: ClassVar[bool] = False
     """Whether an elastic run goes back to a checkpoint in memory where a rank is lost, and not on with its window."""
+    multiplies_fp8: ClassVar[bool] = True
+    """Whether linear layers may compute in fp8."""
 
     def __post_init__(self) -> None:
         require_annotated("engine", self)
@@ -76,6 +78,7 @@ class Zero1Config(DDPConfig):
     """As ``ddp``, with the optimizer state of each parameter on one rank."""
 
     name: str = "zero1"
+    multiplies_fp8: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +128,7 @@ class DeepSpeedConfig(EngineConfig):
     """
 
     name: str = "deepspeed"
+    multiplies_fp8: ClassVar[bool] = False
     over_gloo: ClassVar[bool] = False  # it asks its accelerator for the backend, which is NCCL's on a GPU
     goes_back: ClassVar[bool] = True
     stage: int = 2

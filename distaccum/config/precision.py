@@ -14,7 +14,8 @@ from distaccum.config.checks import (
     settings_by_name,
 )
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-weights")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8")
+FP8_RECIPES = ("rowwise", "rowwise_with_gw_hp")
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 _POWERS = range(-14, 65)
 _SCALES = (2.0**-126, 2.0**127)  # of fp32
@@ -95,13 +96,17 @@ class PrecisionConfig:
     """What the forward computes in, and what else is not fp32. What is stepped and accumulated always is.
 
     Args:
-        name (fp32 | tf32 | bf16 | fp16 | bf16-weights): the number format, also under the names of ``ALIASES``.
+        name (fp32 | tf32 | bf16 | fp16 | bf16-weights | fp8): the number format, also under the names of ``ALIASES``.
             ``bf16-weights``: ``bf16``, and the weights too, each the rounding of an fp32 master that the optimizer
-            steps.
+            steps. ``fp8``: ``bf16``, and products of linear layers in 8 bits.
         reduce_dtype (fp32 | bf16 | fp16): Number format in which gradients are reduced.
         keep_fp32: Names of modules that stay in fp32, as patterns such as ``[norm,head.*]``.
         only: Names of the modules that use the lower precision, as patterns. Empty: all.
         underflow_every: With fp16: steps between two samples of the share of gradients that underflow to zero. 0: off.
+        fp8_recipe (rowwise | rowwise_with_gw_hp): With fp8: torchao's recipe. ``rowwise_with_gw_hp`` computes the
+            gradients of weights in bf16.
+        fp8_modules: With fp8: names of its linear layers, or of what holds them, as patterns. Empty: all in the blocks.
+        fp8_emulate: With fp8: round as fp8 does on CPUs and GPUs without it. Slower than fp32.
         split_k_16bit: Allow cuBLAS to add partial products in 16 bits, as torch does by default; faster, less exact.
         scaler: the loss scaler.
     """
@@ -111,6 +116,9 @@ class PrecisionConfig:
     keep_fp32: list[str] = field(default_factory=list)
     only: list[str] = field(default_factory=list)
     underflow_every: int = 100
+    fp8_recipe: str = "rowwise"
+    fp8_modules: list[str] = field(default_factory=list)
+    fp8_emulate: bool = False
     split_k_16bit: bool = False
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
 
@@ -122,6 +130,10 @@ class PrecisionConfig:
         problem = "precision=bf16-weights has the weights of all modules in bf16 but for those of keep_fp32"
         require(not (self.keeps_masters and self.only), "precision.only", self.only, problem, remedy)
         require_choice("precision.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+        key, recipe = "precision.fp8_recipe", self.fp8_recipe
+        problem = "one scale for a whole tensor makes a sample's rounding depend on the others of its micro-batch"
+        require(recipe != "tensorwise", key, recipe, problem, f"Use {' or '.join(FP8_RECIPES)}")
+        require_choice(key, recipe, FP8_RECIPES)
         require_count("precision.underflow_every", self.underflow_every, off="0 to sample none")
 
     @classmethod
@@ -136,7 +148,7 @@ class PrecisionConfig:
     @property
     def casts(self) -> bool:
         """Whether the forward computes in a 16-bit format."""
-        return self.name in ("bf16", "fp16", "bf16-weights")
+        return self.name in ("bf16", "fp16", "bf16-weights", "fp8")
 
     @property
     def keeps_masters(self) -> bool:

@@ -27,7 +27,6 @@ from distaccum.engines.modules import is_meta, is_sharded, trained
 from distaccum.engines.numerics import Numerics
 from distaccum.engines.ownership import Ownership
 from distaccum.errors import ON_ALL_RANKS, ConfigError, shorten
-from distaccum.precision import hardware
 from distaccum.precision.selection import check_compiled, check_globs, check_parameters
 
 if TYPE_CHECKING:
@@ -220,15 +219,18 @@ def create(
         raise ConfigError("world size", world.size, problem, remedy)
     if world.device.type != "cpu" and world.backend == GLOO:
         refuse_gloo(context.engine, world.device, key="backend")
-    from distaccum.program import ALIASES, load  # noqa: PLC0415  where an engine is made
+    from distaccum.precision import hardware  # noqa: PLC0415  where an engine is made
+    from distaccum.program import ALIASES, FP8, load  # noqa: PLC0415  where an engine is made
 
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     ownership, checkpoints, aliases = Ownership(model, optimizers), None, load(ALIASES)(model)
+    fp8 = load(FP8)(model, context)
     try:
         _check_optimizers(model, optimizers)
         if world.is_main:
             hardware.warn(context.policy, world.device)
         hardware.configure(context.policy, world.device)
+        fp8.convert()
         parts = _parts_to_compile(model, context)
         checkpoints = checkpoint_activations(model, context.engine, compiled=bool(parts))
         build = create_plain if context.builder is None else context.builder.create
@@ -237,10 +239,12 @@ def create(
     except BaseException:
         if checkpoints is not None:
             checkpoints.undo()
+        fp8.undo()
         ownership.release()
         raise
     ownership.add(parameter for parameter in made.unwrapped_model.parameters() if parameter.requires_grad)
     made.on_close(partial(ownership.release, keeps_optimizers=not made.facts.gives_optimizers_back))
+    made.on_close(fp8.undo)
     if checkpoints is not None:
         made.probe.activation_checkpoints = checkpoints
         made.on_close(checkpoints.undo)
@@ -287,7 +291,8 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     Raises:
         ConfigError: the model, the hardware or the engine cannot do what is asked for.
     """
-    from distaccum.program import STEPPED, load  # noqa: PLC0415  where an engine is made
+    from distaccum.precision import hardware  # noqa: PLC0415  where an engine is made
+    from distaccum.program import CHECK_FP8, STEPPED, load  # noqa: PLC0415  where an engine is made
 
     check_wrappers(model)
     check_parameters(model)
@@ -295,6 +300,7 @@ def check_engine(model: nn.Module, context: EngineContext) -> Mapping[str, Any]:
     load(STEPPED)(model)
     _check_variables(model, context)
     check_globs(model, context.policy)
+    load(CHECK_FP8)(model, context)
     check_compiled(model, context.policy)
     context.numerics.check(model, context)
     if context.builder is not None:

@@ -76,13 +76,13 @@ class GradientProbe:
         return ""
 
     def unit_roundoff(self, parameter: Tensor) -> float:
-        """Of the coarsest number format that a gradient of ``parameter`` passes through."""
+        """Of the coarsest number format that a gradient of ``parameter`` passes through, as its roundings differ."""
         formats = {self._policy.reduce_dtype, parameter.dtype if parameter.is_floating_point() else torch.float32}
         if self._policy.casts:
             formats.add(self._policy.compute_dtype)
         if parameter.dtype == torch.float64:
             formats = {torch.float64}
-        return max(torch.finfo(one).eps / 2 for one in formats)
+        return max(torch.finfo(one).eps / 2 for one in formats) * self._policy.amplifies
 
     # --- what is stepped
 

@@ -47,7 +47,7 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     (r"\bRTX 4090$", (165.2, 82.6, 82.6)),
     (r"\bRTX 3090$", (71.0, 35.6, 35.6)),
 )
-_COLUMNS = {"bf16": 0, "bf16-weights": 0, "fp16": 0, "tf32": 1, "fp32": 2}
+_COLUMNS = {"bf16": 0, "bf16-weights": 0, "fp8": 0, "fp16": 0, "tf32": 1, "fp32": 2}
 
 
 def peak_flops(card: str, precision: str) -> float | None:

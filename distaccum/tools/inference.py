@@ -36,6 +36,7 @@ from distaccum.errors import CheckpointError, MisuseError, PeerError
 from distaccum.losses.base import AnyLoss, is_window_loss
 from distaccum.precision.autocast import apply_precision
 from distaccum.precision.policy import FP32
+from distaccum.tools.fp8 import Fp8
 from distaccum.train import ema
 from distaccum.train.components import TrainingComponents
 from distaccum.train.evaluate import Evaluation, undisturbed
@@ -256,7 +257,7 @@ class AtRest:
         sharded = any(map(is_sharded, model.parameters()))
         self.facts = EngineFacts(gradient_divide_factor=1, numerics=context.numerics, forward_communicates=sharded)
         self.buffers = context.numerics.buffers(model, world)
-        self._policy, self._world = context.policy, world
+        self._policy, self._fp8, self._world = context.policy, Fp8(model, context), world
 
     def autocast(self) -> AbstractContextManager[object]:
         """See :class:`Engine`."""
@@ -276,10 +277,12 @@ class AtRest:
                 model.to(self.device)
                 for parameter in model.parameters():
                     self._world.broadcast_(parameter.detach())
-            apply_precision(model, self._policy, self.device, warn=False)
             try:
+                self._fp8.convert()
+                apply_precision(model, self._policy, self.device, warn=False)
                 yield
             finally:
+                self._fp8.undo()
                 apply_precision(model, FP32, self.device)
                 reshard(model)
 

@@ -140,7 +140,7 @@ def test_every_extra_that_is_named_exists() -> None:
         for path in (ROOT / "distaccum").rglob("*.py")
         for extra in re.findall(r"install_command\([\"'](\w+)", path.read_text())
     }
-    assert named == {"adapters", "deepspeed", "digits", "hf", "parquet", "plot", "slurm", "sweep"}
+    assert named == {"adapters", "deepspeed", "digits", "fp8", "hf", "parquet", "plot", "slurm", "sweep"}
     assert named <= set(PROJECT["optional-dependencies"])
 
 

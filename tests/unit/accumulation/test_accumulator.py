@@ -274,7 +274,7 @@ def test_what_cannot_work_is_refused(gloo_world: World) -> None:
         _epoch(acc, DataLoader(DATA, batch_size=3))
     with pytest.raises(ConfigError, match="prefetch=1: must be at least 2"):
         _make(gloo_world, prefetch=1)
-    for wrong in ({"engine": "horovod"}, {"precision": "fp8"}, {"nonfinite": "ignore"}):
+    for wrong in ({"engine": "horovod"}, {"precision": "fp4"}, {"nonfinite": "ignore"}):
         with pytest.raises(ConfigError, match="no such choice"):
             _make(gloo_world, **wrong)
     with pytest.raises(ConfigError, match=r"clip_value=1\.0: and clip_norm=2\.0 too"):

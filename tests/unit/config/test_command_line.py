@@ -199,6 +199,6 @@ def test_a_number_in_a_sweep_is_quoted_and_nothing_else_changes() -> None:
 
 
 def test_there_are_aliases_of_a_precision_and_of_nothing_else(composed: Callable[..., Any]) -> None:
-    for other in ("precision=fp8", "optim=no"):
+    for other in ("precision=fp4", "optim=no"):
         with pytest.raises(MissingConfigException):
             composed(other)

@@ -57,8 +57,8 @@ def test_an_engine_and_a_precision_may_be_given_by_name() -> None:
     named: dict[str, Any] = {"engine": "zero1", "precision": "16-mixed", "compile": "blocks"}
     assert RunConfig(**named) == RunConfig.from_dict(named)
     assert RunConfig(**named).engine == Zero1Config()
-    with pytest.raises(ConfigError, match="precision=fp8: no such choice"):
-        RunConfig.from_dict({"precision": "fp8"})
+    with pytest.raises(ConfigError, match="precision=fp4: no such choice"):
+        RunConfig.from_dict({"precision": "fp4"})
 
 
 @pytest.mark.parametrize("value", [torch.float32, torch.tensor(1.0), print, {1, 2}])
@@ -367,7 +367,7 @@ REPRODUCIBLE: dict[str, Any] = {"numerics": "reproducible"}
     ("settings", "said"),
     [
         ({"batch": {"micro_size": 1.5}}, "batch.micro_size=1.5: not of type int. Give a value of the type"),
-        ({"precision": {"name": "fp8"}}, "precision=fp8: no such choice. Use one of fp32, tf32"),
+        ({"precision": {"name": "fp4"}}, "precision=fp4: no such choice. Use one of fp32, tf32"),
         ({"precision": {"reduce_dtype": "fp64"}}, "precision.reduce_dtype=fp64: no such choice. Use one of fp32, bf16"),
         ({"precision": {"underflow_every": -1}}, "every=-1: must be at least 0. Use a whole number from 0, or 0 to sa"),
         ({"precision": {"scaler": {"growth_factor": 1}}}, "growth_factor=1.0: must be above 1. Use a value such as 2"),
@@ -450,7 +450,7 @@ def test_the_yaml_files_list_the_defaults_of_the_dataclasses() -> None:
 def test_an_alias_names_a_precision_and_hides_none() -> None:
     assert {canonical(alias) for alias in ALIASES} <= {*PRECISIONS}
     assert [canonical(name) for name in PRECISIONS] == [*PRECISIONS]
-    assert canonical("fp8") == "fp8"
+    assert canonical("fp4") == "fp4"
 
 
 @pytest.mark.parametrize("engine", [None, FSDP2Config, {"name": "fsdp2"}, 3, "horovod"])
