@@ -33,7 +33,7 @@ MISTAKES = {
     "no logging interval": (["trainer.log_every=0"], ["trainer.log_every=0", "at least 1", "whole number from 1"]),
     "negative checkpoint interval": (["checkpoint.every=-1"], ["checkpoint.every=-1", "0 to save none"]),
     "unknown engine": (["engine=horovod"], ["engine=horovod", "no such choice", "Use one of ddp"]),
-    "unknown precision": (["precision=fp8"], ["precision=fp8", "no such choice", "bf16, ", "fp16, ", "fp32, ", "tf32"]),
+    "unknown precision": (["precision=fp4"], ["precision=fp4", "no such choice", "bf16, ", "fp16, ", "fp32, ", "tf32"]),
     "TF32 on a CPU": (["precision=tf32"], ["precision=tf32", "a CPU has no TF32", "precision=fp32, or bf16"]),
     "module that is not there": (
         ["precision=bf16", "precision.keep_fp32=[tokns]"],
