@@ -317,7 +317,8 @@ def _divides(number: int, term: _Term, count: float, terms: int) -> bool:
     """Whether a term is divided by a number, which is not that of something else, nor of the halves of a square."""
     if number not in term.divisors or number in (terms, *term.shape[1:]) or (number == _PAIR and not term.labels):
         return False
-    return term.items not in (0.0, number * count) and abs(term.factor) not in (1.0, count, term.items)
+    mean = term.mean and term.multipliers == (count,) and term.divisors == (number,)  # as of as many samples
+    return term.items not in (0.0, number * count) and (mean or abs(term.factor) not in (1.0, count, term.items))
 
 
 def _share(terms: Sequence[_Term], count: float, where: str) -> tuple[float, str]:

@@ -290,6 +290,24 @@ def test_a_short_factor_of_a_mean_beside_a_sum_is_refused(gloo_world: World, siz
     assert train(gloo_world, lambda f: (f.ce1(reduction="sum") + weight * f.first.pow(2).sum(), f.samples), size)
 
 
+@pytest.mark.parametrize("size", [MICRO_BATCHES, MICRO_BATCHES + 1])
+def test_a_mean_over_as_many_samples_as_there_are_micro_batches_is_not_divided_by_these(
+    gloo_world: World, size: int
+) -> None:
+    with pytest.raises(VerificationError, match=_DIVIDED):
+        train(gloo_world, lambda f: (f.ce1() / 4, f.samples, "mean"), size)
+    programs: list[Program] = [
+        lambda f: (f.ce1() / f.samples * f.samples, f.samples, "mean"),
+        lambda f: (f.ce1(reduction="sum") / f.samples * f.samples, f.samples),
+        lambda f: (f.ce1(reduction="sum") / f.samples, f.samples, "mean"),
+        lambda f: (0.25 * f.ce1(), f.samples, "mean"),
+        lambda f: ((f.ce1() + f.mse() + f.mse() + f.ce1()) / 4, f.samples, "mean"),
+        lambda f: (f.first.abs().sum(1).mean() / 2, f.samples, "mean"),
+    ]
+    for right in programs:
+        assert train(gloo_world, right, size)
+
+
 def test_losses_over_themselves_are_refused_beside_a_micro_batch_of_one_number(gloo_world: World) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
