@@ -81,7 +81,7 @@ class Means:
         known = {name: loss for name, loss in as_loss_sums(losses).items() if by_name.get(name)}
         for loss in known.values():
             expect_none_of_torch(nodes_of(loss))
-        self._noted.append([(name, float(by_name[name]), _terms(loss.grad_fn)) for name, loss in known.items()])
+        self._noted.append([(name, float(by_name[name]), terms_of(loss.grad_fn)) for name, loss in known.items()])
 
     def check(self, world: World, *, closing: str = CLOSING, sums: bool = False) -> None:
         """Judges what all ranks have noted; a collective.
@@ -121,7 +121,7 @@ class Means:
             _log.warning("%s", once)
 
 
-def _terms(root: Any) -> Sequence[_Term]:
+def terms_of(root: Any) -> Sequence[_Term]:
     """What a loss is the sum of; empty where nobody knows."""
     with suppress(Exception):  # torch promises nothing of its nodes, and a number may be complex, or hidden by a mode
         return _unsmoothed(_read(root))

@@ -26,7 +26,7 @@ from distaccum.tools.compared import Compared
 from distaccum.tools.function_state import FunctionState
 from distaccum.tools.others_at_rest import OthersAtRest
 from distaccum.tools.rates_at_rest import RatesAtRest
-from distaccum.tools.rows_mixed import MIXES, RowsMixed
+from distaccum.tools.rows_mixed import MISCOUNTS, MIXES, RowsMixed
 from distaccum.tools.samples_apart import SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
@@ -253,7 +253,7 @@ class Relations:
         self._tell("state", moved or self._carried_in_words(fits=fits))
         compared, mixed = self._compared.in_words(self._micro_batches), self._of_all(self._mixed.problem)
         if self._alone and self._several and not (compared or mixed):
-            compared = self._of_all(MIXES if self._mixed.compares else "")
+            compared = self._of_all(MIXES if self._mixed.compares else MISCOUNTS if self._mixed.miscounts else "")
         self._tell("parts", compared if self._alone else "")  # else the check of the loss has told
         if self._several and not compared:
             (self._tell if self._mixed.doubtful else self._refuse)("parts", mixed)

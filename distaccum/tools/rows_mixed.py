@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distaccum.data.batches import map_tensors
 from distaccum.engines.base import Engine
 from distaccum.engines.compiled import BesideCompiled
-from distaccum.losses.normalize import Count, LossSum, as_counts, as_loss_sums
+from distaccum.losses.normalize import SINGLE, Count, LossSum, as_counts, as_loss_sums
 from distaccum.precision.selection import SIXTEEN_BIT
 from distaccum.tools.kept import Kept
+from distaccum.tools.means import terms_of
 from distaccum.tools.weight_terms import MANY, close, digits
 from distaccum.verification.additivity import rows_of
 
@@ -37,6 +38,11 @@ MIXES = (
     "the gradient of a sample's output depends on the other samples of its micro-batch, by what is detached or read of "
     "them (a mean, a ratio of terms): it depends on the micro-batch size. Compute that of each sample, or once a "
     "window, before its micro-batches"
+)
+MISCOUNTS = (
+    "the loss is a mean over something else than its count, which it is multiplied by: a sample weighs more beside "
+    "samples that count more, and the gradient depends on the micro-batch size. Count what it is a mean over, as the "
+    "samples where it is a mean of their means"
 )
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::item")  # what a program goes on with nobody sees
 
@@ -57,6 +63,7 @@ class RowsMixed:
         self._guessed = ""  # what holds only where that is so
         self._found = ""
         self._compares = self._guessed_compares = False
+        self._totals = set[float]()  # counts by which a mean over something else is multiplied
         self._kept = Kept(engine.unwrapped_model)
         self.doubtful = False
         """Whether the rows may not be samples, as in an item of a stream that is a whole micro-batch."""
@@ -116,6 +123,14 @@ class RowsMixed:
                 compares = tail.mixes(sums, 0, other)
                 self._compares |= compares and counts is not None
                 self._guessed_compares |= compares
+            if total := _multiplied_by(sums, known or {SINGLE: given}):
+                each = [] if counts is None else [next(iter(one.values())) for one in counts]
+                first, *others = (
+                    [0, *tail.rows_again()] if not each else [i for i, own in enumerate(each) if own] or [0]
+                )
+                if others and tail.rows_again() and (each or tail.has_read(total)):
+                    pairs = [(first, other) for other in others[:_OTHERS]]
+                    self._totals |= {total for pair in pairs if tail.mixes(sums, *pair, total=total, counts=each)}
             self._looked += _LOOKS if self._guessed else bool(alike)
         except Exception as problem:  # operators that want other rows than these
             _log.info("the rows of a loss were not mixed: %s: %s", type(problem).__name__, problem)
@@ -129,6 +144,11 @@ class RowsMixed:
     def compares(self) -> bool:
         """Whether a loss on this rank depends on samples together, by their outputs, be these detached."""
         return self._compares or (self._guessed_compares and self._apart)
+
+    @property
+    def miscounts(self) -> bool:
+        """Whether a loss on this rank is a mean over something else than its count, which it is multiplied by."""
+        return len(self._totals) > 1  # a factor may be the count of one micro-batch by chance
 
     @property
     def carried(self) -> bool:
@@ -164,6 +184,7 @@ class _Tail(BesideCompiled):
         self._made: dict[int, Tensor] = {}
         self._steps: list[tuple[Any, Any, Any, Any, bool]] = []
         self._on = self._lost = self._sixteen = False
+        self._counts = False  # whether the loop has read a number that may be a count, of samples that others replace
 
     def begin(self) -> None:
         """Notes from here on."""
@@ -206,9 +227,12 @@ class _Tail(BesideCompiled):
             return True  # a profiler's
         if not name.startswith("aten::") or any(type(one) not in (Tensor, nn.Parameter) for one in given):
             return False
-        number = isinstance(found, float) and not found.is_integer()  # nobody counts by it
-        if torch.Tag.nondeterministic_seeded in function.tags or (name in _READS and depends and not number):
+        if torch.Tag.nondeterministic_seeded in function.tags:
             return False
+        if name in _READS and depends:
+            if not isinstance(found, int | float) or isinstance(found, bool):
+                return False
+            self._counts |= float(found).is_integer()
         strangers = [one for one in given if id(one) not in known]
         if any(one.ndim and one.shape[0] == self.rows for one in strangers) or (
             function._schema.is_mutable and strangers and any(one is two for one in strangers for two in gives)
@@ -219,9 +243,13 @@ class _Tail(BesideCompiled):
         self._sixteen |= any(one.dtype in SIXTEEN_BIT for one in given)
         return all(one.numel() <= _ELEMENTS for one in gives)
 
-    def rows_apart(self) -> Sequence[int]:
+    def rows_again(self) -> Sequence[int]:
         """All but the first one, where they can be run again."""
         return [] if self._lost or not self._outputs or self.rows < _PAIR else range(1, self.rows)
+
+    def rows_apart(self) -> Sequence[int]:
+        """These, where no count of them is in the loop's own hands."""
+        return [] if self._counts else self.rows_again()
 
     def others(self) -> Sequence[int]:
         """Samples that may be weighed otherwise than the first one: of other labels, where there are such."""
@@ -252,13 +280,25 @@ class _Tail(BesideCompiled):
                 )
         return ""
 
-    def mixes(self, losses: Mapping[str, Tensor], one: int, other: int) -> bool:
-        """Whether the gradient of a sample's output is another beside another sample, also by what is detached."""
+    def mixes(
+        self, losses: Mapping[str, Tensor], one: int, other: int, *, total: float = 0.0, counts: Any = None
+    ) -> bool:
+        """Whether the gradient of a sample's output is another beside another sample, also by what is detached.
+
+        Args:
+            losses: by name.
+            one, other: the samples.
+            total: the count of all that the losses are multiplied by, where these are others of other samples.
+            counts: of each sample; else the total is a number that the loop has read.
+        """
         rows, rounding = torch.arange(self.rows), _ROUNDING_16 if self._sixteen else _ROUNDING
         if not self._repeats(losses):
             return False
         places = ([one, one], [other, other], [one, other])
         first, second, both = (self._gradients(losses, torch.tensor(pair)[rows % 2]) for pair in places)
+        for pair, (gradients, read) in zip(places, (first, second, both), strict=True) if total else ():
+            by = sum(counts[pair[row % 2]] for row in range(self.rows)) if counts else read[self._reads().index(total)]
+            gradients[:] = [gradient * by for gradient in gradients]
         size = sum(float(gradient.norm()) for gradient in both[0])
         for row, alone in enumerate((first[0], second[0])):
             for gradient, beside in zip(alone, both[0], strict=True):
@@ -266,15 +306,21 @@ class _Tail(BesideCompiled):
                 largest = max(rounding * max(float(own.norm()), float(other_own.norm())), _NOTHING * size)
                 if float((own - other_own).norm()) > largest:
                     return True
+        if total:
+            return False
         mixed = {
             now for a, b, now in zip(first[1], second[1], both[1], strict=True) if not (close(now, a) or close(now, b))
         }
         read = [value for value, now in zip(self._reads(), both[1], strict=True) if now in mixed]
         return any(_is_made_of(number, read) for number in self._factors())
 
+    def has_read(self, number: float) -> bool:
+        """Whether it is one that the loop has read of its samples."""
+        return number in self._reads()
+
     def _reads(self) -> list[float]:
         """The numbers that the loop has read of its samples."""
-        return [found for *_, found, _ in self._steps if isinstance(found, float)]
+        return [found for *_, found, _ in self._steps if isinstance(found, int | float)]
 
     def _factors(self) -> Iterator[float]:
         """The numbers that something with a gradient is multiplied or divided by, and that no person writes."""
@@ -301,7 +347,7 @@ class _Tail(BesideCompiled):
             for step in self._steps:
                 with torch.set_grad_enabled(step[-1]):
                     again = _again(step, values)
-                read += [again] if isinstance(step[3], float) else []
+                read += [again] if isinstance(step[3], int | float) else []
         total = [values[id(loss)] for loss in losses.values() if id(loss) in values and values[id(loss)].requires_grad]
         reached = [leaf for leaf in leaves.values() if leaf.requires_grad]
         if not total:
@@ -317,6 +363,16 @@ class _Tail(BesideCompiled):
             for step in self._steps:
                 _again(step, values)
         return {name: float(values[id(loss)]) for name, loss in losses.items() if id(loss) in values}
+
+
+def _multiplied_by(losses: Mapping[str, Tensor], counts: Mapping[str, float]) -> float:
+    """The count of a micro-batch's one loss, where that is a factor of all that it is the sum of; else 0."""
+    name, total = next(iter(losses), ""), float(next(iter(counts.values()), 0.0))
+    if len(losses) != 1 or len(counts) != 1 or total <= 1.0:
+        return 0.0
+    terms = terms_of(losses[name].grad_fn)
+    times = all(any(close(by, total) for by in term.multipliers) for term in terms)
+    return total if terms and times else 0.0
 
 
 def _again(step: Sequence[Any], values: dict[int, Tensor]) -> Any:

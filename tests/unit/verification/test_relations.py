@@ -558,6 +558,24 @@ def in_two(does: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Batch], Tens
     return loss
 
 
+def of_features(does: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Batch], Tensor]:
+    """A loss of each sample's features, of which :func:`most` count."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return does((model(batch[0]) - batch[0]).square(), (batch[0] > -0.5).float())  # type: ignore[no-any-return]
+
+    return loss
+
+
+def mean_of(each: Tensor, counted: Tensor) -> Tensor:
+    return (each * counted).sum(1) / counted.sum(1).clamp(min=1.0)
+
+
+def most(batch: Batch) -> int:
+    return int((batch[0] > -0.5).sum())
+
+
+MOST, OTHER = {"count": most}, "is a mean over something else than its count"
 READ, draws = "by what is detached or read of them", random.Random(0)  # noqa: S311
 baseline: Any = lambda m, b: torch.sigmoid((found := m(b[0])).detach().mean() - found * b[1].sign()).sum()  # noqa: E731
 by_center: Any = lambda loss, center: loss * (1.0 + center)  # noqa: E731
@@ -613,6 +631,24 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         "",
     ),
     "a ratio of each sample": (None, in_two(lambda a, b: (a + b * (a / b).detach()).sum()), {}, ""),
+    "a mean of means by others": (None, of_features(lambda a, k: mean_of(a, k).mean() * k.sum().item()), MOST, OTHER),
+    "a mean of means of shards": (
+        None,
+        of_features(lambda a, k: mean_of(a, k).mean() * k.sum().item()),
+        MOST | {"engine": "fsdp2"},
+        OTHER,
+    ),
+    "a mean of means": (None, of_features(lambda a, k: mean_of(a, k).mean() * len(a)), {}, ""),
+    "a sum of means": (None, of_features(lambda a, k: mean_of(a, k).sum()), {}, ""),
+    "a sum of features": (None, of_features(lambda a, k: (a * k).sum()), MOST, ""),
+    "a mean of features": (None, of_features(lambda a, k: (a * k).sum() / k.sum() * k.sum().item()), MOST, ""),
+    "a mean over means": (
+        None,
+        of_features(lambda a, k: ((a * k).sum(1) / k.sum(1).mean()).mean() * k.sum().item()),
+        MOST,
+        "",
+    ),
+    "a mean of what is left": (None, of_features(lambda a, k: a[k > 0].mean() * k.sum().item()), MOST, ""),
     "a share of a mean": (
         None,
         lambda m, b: squares(m, b) + 0.25 * len(b[0]) * m(b[0]).abs().mean(),
