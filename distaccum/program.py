@@ -104,6 +104,8 @@ STRAGGLERS = "distaccum.tools.stragglers:Stragglers"
 """A hook that finds the rank that the others wait for."""
 BESIDE, STAGES = "distaccum.tools.batch:attached", "distaccum.tools.growth:stages"
 """Has what the batch's settings ask for look at a run's windows; says what is set in stages of the global batch."""
+REPLICAS = "distaccum.tools.nodes:with_replicas"
+"""Gives an engine's settings a replica for each node."""
 NOISE = "distaccum.tools.noise:check"
 """Refuses a gradient noise scale of a run that has none."""
 BALANCED, LONGEST_RANK = (f"distaccum.tools.balance:{name}" for name in ("balanced", "LongestRank"))

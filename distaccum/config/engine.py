@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, ClassVar
 
-from distaccum.config.checks import require, require_annotated, require_choice, require_count, require_positive
+from distaccum.config.checks import AUTO, require, require_annotated, require_choice, require_positive, take_digits
 from distaccum.config.precision import PrecisionConfig
 from distaccum.errors import ConfigError, near_misses
 
@@ -91,7 +91,8 @@ class FSDP2Config(EngineConfig):
         reshard_after_forward: Free a block's gathered parameters after its forward, and gather them again.
         gather_dtype (compute | fp32): Number format of gathered parameters: the forward's, or ``fp32``.
         offload: Keep the shards in CPU memory.
-        replicas: Number of model replicas. With 2 on 16 ranks, each model is sharded over 8.
+        replicas (int | auto): Number of model replicas. With 2 on 16 ranks, each model is sharded over 8. ``auto``: one
+            on each node, as the launcher says; in a forecast ``cluster.nodes``.
         meta_init: Build the model without memory and initialize its weights block by block.
     """
 
@@ -101,14 +102,18 @@ class FSDP2Config(EngineConfig):
     reshard_after_forward: bool = True
     gather_dtype: str = "compute"
     offload: bool = False
-    replicas: int = 1
+    replicas: Any = 1  # a number once an engine is prepared
     meta_init: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("engine.sync", self.sync, SYNCS)
         require_choice("engine.gather_dtype", self.gather_dtype, GATHER_DTYPES)
-        require_count("engine.replicas", self.replicas, least=1)
+        take_digits(self, "replicas")
+        given = self.replicas
+        fits = given == AUTO if isinstance(given, str) else type(given) is int and given >= 1
+        problem, remedy = "is no number of replicas", "Use a whole number from 1, or auto"
+        require(fits, "engine.replicas", given, problem, remedy)
 
     def holds_weights(self, precision: PrecisionConfig) -> bool:
         """See ``EngineConfig``: the shards are fp32, whatever is gathered."""

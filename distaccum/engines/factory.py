@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from distaccum.config.checks import GLOO, require
+from distaccum.config.checks import AUTO, GLOO, require
 from distaccum.config.compile import CompileConfig
 from distaccum.config.engine import DDPConfig, DeepSpeedConfig, EngineConfig, FSDP2Config, Zero1Config, engine_config
 from distaccum.config.precision import PrecisionConfig
@@ -186,6 +186,10 @@ def prepare(model: nn.Module, context: EngineContext) -> EngineContext:
         ConfigError: the model or the hardware cannot do what they ask for.
     """
     context = replace(context, precision=_with_that_of(model, context.precision))
+    if getattr(context.engine, "replicas", 1) == AUTO:
+        from distaccum.program import REPLICAS, load  # noqa: PLC0415  where it is asked for
+
+        context = replace(context, engine=load(REPLICAS)(context))
     return replace(context, generated=check_engine(model, context))
 
 

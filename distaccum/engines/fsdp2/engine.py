@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from distaccum.config.checks import size_of
+from distaccum.config.checks import require, size_of
 from distaccum.config.engine import FSDP2Config
 from distaccum.config.precision import PrecisionConfig
 from distaccum.data.plan.units import UnitAssignment
@@ -546,6 +546,9 @@ def _no_gradient(parameters: Iterable[str]) -> MisuseError:
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:
+    most, fewest = world.all_reduce_max_host([replicas, -replicas])
+    problem, remedy = f"and from {-fewest} to {most} on other ranks", "State one number on all of them"
+    require(most == -fewest, "engine.replicas", replicas, problem, remedy)
     kind, shards = world.device.type, world.size // replicas
     if replicas == 1:
         return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -23,7 +23,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distaccum import program
-from distaccum.config.engine import DDPConfig
+from distaccum.config.checks import AUTO, is_one_of
+from distaccum.config.engine import DDPConfig, FSDP2Config
 from distaccum.config.instantiate import build
 from distaccum.config.schema import RunConfig
 from distaccum.config.trainer import OptimConfig
@@ -35,6 +36,7 @@ from distaccum.distributed.world import open_world
 from distaccum.engines.blocks import blocks_of
 from distaccum.engines.rules import Verdict, try_rule
 from distaccum.errors import ConfigError
+from distaccum.tools.nodes import replicas_over
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.memory import MicroStep, gathered, host, peak
 from distaccum.tools.plan.micro_step import measured_micro_step
@@ -321,6 +323,10 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     """
     cluster = Cluster(**values.pop("cluster"))
     config = RunConfig.from_dict(values)
+    automatic = is_one_of((AUTO,), getattr(config.engine, "replicas", 1))
+    if automatic:
+        replicas = replicas_over(cluster.nodes, cluster.ranks)
+        config = replace(config, engine=replace(cast(FSDP2Config, config.engine), replicas=replicas))
     job = job_of(config)
     sizes = job.sizes
     guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
@@ -335,6 +341,8 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     }
     plain = vars(type(config.engine)())
     settings = [f"{key}={value}" for key, value in vars(config.engine).items() if value != plain[key]]
+    if automatic:
+        settings.append("replicas as cluster.nodes says, at every number of ranks")
     if groups := groups_of(config):
         model["groups"] = list(map(asdict, groups))
     engine = ", ".join([config.engine.name, *settings])

@@ -77,6 +77,17 @@ def test_a_budget_of_tokens_cannot_be_planned_without_the_data() -> None:
         plan.plan(values)
 
 
+def test_automatic_replicas_are_the_planned_nodes() -> None:
+    stated, automatic = (
+        plan.plan(_values(engine={"name": "fsdp2", "replicas": one}, cluster=CLUSTER | {"nodes": 2, "gpus": 2}))
+        for one in (2, "auto")
+    )
+    assert (
+        automatic.pop("engine") == f"{stated.pop('engine')}, replicas as cluster.nodes says, at every number of ranks"
+    )
+    assert automatic == stated
+
+
 def test_the_stages_of_a_schedule_are_said_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     model = GPT | {"vocab_size": 8, "seq_len": 8, "n_layer": 1, "n_head": 1, "n_embd": 4}
     batch = {"global_size": 32, "schedule": [{"global_size": 8, "updates": 3}]}

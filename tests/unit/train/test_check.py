@@ -51,6 +51,8 @@ def test_the_check_knows_the_number_of_processes(
     head = f"check passed: GPT with {size:,} parameters; fsdp2, fp32; global batch 32 samples = 2 ranks x"
     assert printed.startswith(head)
     assert printed.endswith(" x 2 micro-steps of at most 8; 300 updates\n")
+    assert _check(monkeypatch, tmp_path, "engine=fsdp2", "engine.replicas=auto", "--check=3") == 0
+    assert "engine.replicas=auto: checked as 1, as the nodes are not known" in capsys.readouterr().err
     assert _check(monkeypatch, tmp_path, *halves, "--check=3") == 2
     assert "engine.replicas=2: does not divide 3 processes" in capsys.readouterr().err
     assert _check(monkeypatch, tmp_path, "--check=many") == 2
