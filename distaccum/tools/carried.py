@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from math import isclose
+from math import inf, isclose, isnan
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from distaccum.tools.weights_at_rest import values_of
 
 _log = logging.getLogger(__name__)
 _SAME, _REPEATED = 1e-4, 1e-3  # of an output: by another state, and by the same one
+_LEAST, _NOISES = 2e-6, 10.0  # by another state, where the same one gives so much less: power iterations move little
 _MATRIX, _NUMBERS = 4, 1e-6  # elements that are not the same by chance; of their sum and norm
 
 
@@ -168,11 +169,13 @@ class Carried:
             self._first.restore_some(self._carried)
             begun = self._again()
             there = [output for call in self._calls for output in call.outputs]
-            if _alike(begun, there, _SAME):
+            if _apart(begun, there) <= _LEAST:
                 return ""
             self._calling.restore()
             after = self._again()
-        if not _alike(after, there, _REPEATED) or _alike(begun, after, _SAME):
+        noise = _apart(after, there)
+        least = max(_LEAST, min(_NOISES * noise, _SAME))
+        if not noise <= _REPEATED or min(_apart(begun, there), _apart(begun, after)) <= least:
             return ""  # another autocast, a generator of its own
         return ", ".join(sorted({name for _, name in self._carried}))
 
@@ -201,7 +204,9 @@ def _numbers(output: Any) -> list[Tensor]:
     return found
 
 
-def _alike(one: Sequence[Tensor], other: Sequence[Tensor], within: float) -> bool:
+def _apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """How much of an output two runs differ by at most."""
     if len(one) != len(other) or any(a.shape != b.shape for a, b in zip(one, other, strict=True)):
-        return False
-    return all(float((a - b).norm()) <= within * float(b.norm()) for a, b in zip(one, other, strict=True))
+        return inf
+    off = [float((a - b).norm()) / max(float(b.norm()), 1e-30) for a, b in zip(one, other, strict=True)]
+    return inf if any(map(isnan, off)) else max(off, default=0.0)

@@ -516,6 +516,15 @@ def moves(does: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Batch], Te
     return loss
 
 
+def powers(*, rests: bool = False) -> Net:
+    """A layer with a weight of norm one, which is found anew in every forward; or not."""
+    model = Net()
+    model.a = nn.utils.parametrizations.spectral_norm(model.a)
+    if rests:
+        model.a.eval()
+    return model
+
+
 class Centred:
     """The same in place, in an attribute."""
 
@@ -589,6 +598,21 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a centre of shards": (centered, squares, {"engine": "fsdp2"}, "what those before it leave in center"),
     "a queue": (remembers, squares, {}, "what those before it leave in queue"),
     "a queue that the loss reads": (None, against_queue, {}, "what those before it leave in queue"),
+    "a power iteration": (None, squares, {"make": powers}, "what those before it leave in _u, _v"),
+    "a power iteration of shards": (
+        None,
+        squares,
+        {"make": powers, "engine": "fsdp2"},
+        "those before it leave in _u, _v",
+    ),
+    "a power iteration, whole": (
+        None,
+        squares,
+        {"make": powers, "whole": True},
+        "depends on what their forwards leave in _u, _v",
+    ),
+    "a power iteration that rests": (None, squares, {"make": partial(powers, rests=True)}, ""),
+    "one that rests, whole": (None, squares, {"make": partial(powers, rests=True), "whole": True}, ""),
     "a centre of the loss, whole": (None, moves(by_center), {"whole": True}, "what their forwards leave in center"),
     "a centre of a method, whole": (None, Centred(by_center).loss, {"whole": True}, "forwards leave in center"),
     "what a loss logs, whole": (None, moves(lambda loss, center: loss), {"whole": True}, ""),
@@ -674,8 +698,9 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 def test_what_depends_on_micro_batches_is_told(name: str, caplog: Any) -> None:
     does, loss, settings, said = TOLD[name]
     ranks = settings.get("ranks", 1)
-    options: Any = {"whole": False, "loss": Other(loss)} | {key: settings[key] for key in settings if key != "ranks"}
-    models = [Net(does) for _ in range(ranks)]
+    own = {key: settings[key] for key in settings if key not in ("ranks", "make")}
+    options: Any = {"whole": False, "loss": Other(loss)} | own
+    models = [settings.get("make", partial(Net, does))() for _ in range(ranks)]
     with caplog.at_level(logging.WARNING, "distaccum"):
         found = run_ranks(ranks, lambda world: train(world, models[world.rank], {}, **options))
     assert found == [0.0] * ranks
