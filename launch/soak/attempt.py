@@ -1,4 +1,4 @@
-"""One start of a run by ``launch/train.sh``: its processes, what they do, and its end."""
+"""One start of a run by ``launch/train.sh``, or a torchrun of one's own: its processes, what they do, and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch import ROOT, python_path
 from launch.soak.schedule import EVALUATION, SAVE
 
 # What launch/train.sh becomes, once there is an environment.
-_LOCAL = ROOT / "launch" / "local.py"
+_LOCAL, _TRAIN = (ROOT / "launch" / name for name in ("local.py", "train.py"))
 _MARK = "DISTACCUM_SOAK"
 _POLL_S = 0.002
 _GONE_S = 20.0
@@ -44,10 +44,14 @@ class Attempt:
         world: ranks.
         log: for the output.
         temporary: the processes' folder for temporary files.
+        bare: whether torchrun starts the ranks, whose exit code is 1 whatever has happened, and which prints much.
     """
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], *, world: int, log: Path, temporary: Path) -> None:
-        self.folder, self.world, self.log = folder, world, log
+    def __init__(
+        self, folder: Path, arguments: tuple[str, ...], *, world: int, log: Path, temporary: Path, bare: bool = False
+    ) -> None:
+        self.folder, self.world, self.log, self.bare = folder, world, log, bare
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(_TRAIN)]
         self._mark = token_hex(8)
         self.began, self.began_at = time(), monotonic()
         temporary.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ class Attempt:
         alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
         with log.open("w") as out, self._errors.open("w") as error:
             self._process = subprocess.Popen(  # noqa: S603  as the schedule asks
-                [sys.executable, str(_LOCAL), *arguments, f"hydra.run.dir={folder}"],
+                [sys.executable, *(torchrun if bare else [str(_LOCAL)]), *arguments, f"hydra.run.dir={folder}"],
                 env=inherited | alone | python_path() | own,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

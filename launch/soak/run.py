@@ -63,6 +63,7 @@ class Run:
             world=self.world,
             log=self._logs / f"{len(self.attempts):03}.log",
             temporary=self._logs / "tmp",
+            bare=self.course.bare,
         )
         self.attempts.append(attempt)
         return attempt

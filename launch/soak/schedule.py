@@ -20,22 +20,34 @@ GAP = (3, 10)  # updates between training again and the next fault
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The settings of a run, and what can happen to it besides what can happen to all."""
+    """The settings of a run, and what can happen to it besides what can happen to all.
+
+    ``bare``: a torchrun of the user's own starts it, and not ``launch/train.sh``.
+    """
 
     name: str
     overrides: tuple[str, ...] = ()
     has: frozenset[str] = frozenset()
     worlds: tuple[int, ...] = (2,)
+    bare: bool = False
+
+    def takes(self, kind: Kind) -> bool:
+        """Whether that can happen to it."""
+        return (not kind.needs or kind.needs in self.has) and not (kind.relayed and self.bare)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of fault: the moments at which it may come, what a course must have, how many cards of the deck it is."""
+    """A kind of fault: the moments at which it may come, what a course must have, how many cards of the deck it is.
+
+    ``relayed``: whether it takes a launcher that hands signals on, where these would end torchrun.
+    """
 
     name: str
     moments: tuple[str, ...] = (TRAINING,)
     needs: str = ""
     cards: int = 1
+    relayed: bool = False
 
 
 LOADERS, WANDB, WORLDS = "loaders", "wandb", "worlds"
@@ -53,6 +65,8 @@ COURSES = {
         Course(name="zero1", overrides=("engine=zero1", *_LOADERS), has=frozenset({LOADERS})),
         Course(name="fsdp2", overrides=("engine=fsdp2", "model.dropout=0.1", *_WANDB), has=frozenset({WANDB})),
         Course(name="fsdp2-worlds", overrides=("engine=fsdp2", *_SGD), has=frozenset({WORLDS}), worlds=(2, 1, 3)),
+        Course(name="deepspeed", overrides=("engine=deepspeed", "engine.stage=1")),
+        Course(name="torchrun", overrides=("engine=ddp", *_LOADERS), has=frozenset({LOADERS}), bare=True),
         Course(name="stream", overrides=("engine=ddp", "data._target_=launch.soak.stream.documentation")),
     )
 }
@@ -66,11 +80,11 @@ KINDS = {
         Kind(name="stop a rank and let it go on", moments=(TRAINING, SAVE, EVALUATION), cards=2),
         Kind(name="stop a rank for good"),  # the first save and evaluation have ten times as long
         Kind(name="SIGTERM", moments=ANYWHERE),
-        Kind(name="SIGUSR1", moments=(TRAINING, SAVE, EVALUATION)),
-        Kind(name="SIGINT", moments=ANYWHERE),
-        Kind(name="SIGHUP", moments=(TRAINING, SAVE, EVALUATION)),
+        Kind(name="SIGUSR1", moments=(TRAINING, SAVE, EVALUATION), relayed=True),
+        Kind(name="SIGINT", moments=ANYWHERE, relayed=True),
+        Kind(name="SIGHUP", moments=(TRAINING, SAVE, EVALUATION), relayed=True),
         Kind(name="a signal to one rank", moments=(TRAINING, SAVE, EVALUATION)),
-        Kind(name="Ctrl-C twice", moments=(TRAINING, SAVE)),
+        Kind(name="Ctrl-C twice", moments=(TRAINING, SAVE), relayed=True),
         Kind(name="a full disk", moments=(TRAINING, SAVE), cards=2),
         Kind(name="a bit flipped in the newest checkpoint", moments=(DOWN,), cards=2),
         Kind(name="a bit flipped in an older checkpoint", moments=(DOWN,)),
@@ -125,7 +139,7 @@ def schedule(seed: int) -> Iterator[Round]:
             courses = random.sample(list(COURSES.values()), len(COURSES))
         course, dealt = courses.pop(), []
         while len(dealt) < ROUND:
-            at = next((i for i, kind in enumerate(kinds) if not kind.needs or kind.needs in course.has), None)
+            at = next((i for i, kind in enumerate(kinds) if course.takes(kind)), None)
             if at is None:
                 deck = [kind for kind in KINDS.values() for _ in range(kind.cards)]
                 kinds += random.sample(deck, len(deck))
