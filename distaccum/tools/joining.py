@@ -69,7 +69,7 @@ def _say(address: str, port: str, size: int) -> None:
     why = ""
     try:
         socket.getaddrinfo(address, int(port))
-    except OSError as error:
-        why = f" ({address} cannot be resolved: {error.strerror})"
+    except (OSError, UnicodeError) as error:  # UnicodeError of what can be no name, as with two dots
+        why = f" ({address} cannot be resolved: {getattr(error, 'strerror', None) or 'it is no host name'})"
     text = "%s of the environment: waits for the %d ranks at %s:%s%s. To train in one process, unset %s"
     _log.warning(text, stated, size, address, port, why, " ".join(_STATED))

@@ -120,8 +120,9 @@ class RunDir:
             retried(make)
         except OSError as error:
             raise ConfigError("hydra.run.dir", self.path, f"cannot be written ({error.strerror})", remedy) from error
-        for path in (self.metrics, self.windows, self.checkpoints):
-            if os.path.lexists(path) and not (os.access(path, os.W_OK) and path.is_dir() == (path == self.checkpoints)):
+        folders = (self.checkpoints, self.logs, self.hang)
+        for path in (self.metrics, self.windows, *folders):
+            if os.path.lexists(path) and not (os.access(path, os.W_OK) and path.is_dir() == (path in folders)):
                 what = "cannot be written" if path.exists() else "is a link to nothing"
                 raise ConfigError("hydra.run.dir", self.path, f"its {path.name} {what}", remedy)
 

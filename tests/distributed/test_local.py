@@ -12,6 +12,7 @@ import pytest
 
 from distaccum.distributed.environment import LaunchEnvironment
 from distaccum.errors import ConfigError
+from distaccum.tools import joining
 from distaccum.tools.launch import Relay, stated_processes
 from launch import local
 from tests.support.commands import ROOT, TINY, environment, free_port, status
@@ -61,6 +62,13 @@ def test_variables_that_are_left_over_are_named(
         process.terminate()  # which ends it even while it waits
         assert process.wait(60) == -signal.SIGTERM
     says("\n".join([capsys.readouterr().err, str(refused.value), waits, str(listened.value)]))
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "two..dots"])
+def test_a_host_that_cannot_be_resolved_is_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "distaccum"):
+        joining._say(address, "29500", 2)
+    assert f"at {address}:29500 ({address} cannot be resolved: " in caplog.text
 
 
 @pytest.mark.parametrize(("name", "value"), [("NPROC", "abc"), ("SHUTDOWN_TIMEOUT", "2m")])

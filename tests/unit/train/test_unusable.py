@@ -78,9 +78,9 @@ def test_extra_state_that_is_a_pickle_is_not_read(how: str, content: str, gloo_w
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "windows.jsonl", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "windows.jsonl", "checkpoints", "logs"])
 @pytest.mark.parametrize("how", ["is a link to nothing", "cannot be written", "cannot be written, of a kind"])
-@pytest.mark.fault("`metrics.jsonl` or `checkpoints` in a run directory is another user's, a link to nothing")
+@pytest.mark.fault("`metrics.jsonl`, `checkpoints` or `logs` in a run directory is another user's, a link to nothing")
 def test_what_is_another_users_or_nothing(
     name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Callable[[str], None]
 ) -> None:
@@ -89,7 +89,7 @@ def test_what_is_another_users_or_nothing(
     path.parent.mkdir()
     if how.endswith("nothing"):
         path.symlink_to(tmp_path / "nowhere")
-    elif (name == "checkpoints") == how.endswith("written"):
+    elif (name in ("checkpoints", "logs")) == how.endswith("written"):
         path.mkdir()
     else:
         path.touch()
