@@ -89,7 +89,12 @@ def rates(options: Options) -> list[Figure]:
 
 
 def nccl(options: Options) -> list[Figure]:
-    """Two ranks on the one card over NCCL, which takes them for ranks of two hosts: they talk through sockets."""
+    """Two ranks on the one card over NCCL, which takes them for ranks of two hosts: they talk through sockets.
+
+    Without a card it would be those over gloo once more, and is left out.
+    """
+    if options.device.type != "cuda":
+        return [Figure(of="two ranks over NCCL", name="left out", value="no CUDA device")]
     return correct.two_ranks(options, "nccl")
 
 

@@ -12,6 +12,7 @@ import torch
 
 from distaccum.errors import ConfigError
 from launch.bench.gpu import first, main, plots, processes
+from launch.bench.gpu.figures import Options
 from launch.bench.gpu.report import DONE, FAILED, LEFT_OUT, Measured, Report
 from tests.support.commands import ROOT, environment
 
@@ -194,6 +195,12 @@ def test_the_program_that_starts_the_processes_loads_no_torch() -> None:
     assert not set(listed.stdout.split()) & {"torch", "rich", "wandb", "matplotlib", "numpy"}
 
 
+def test_without_a_card_nothing_is_measured_over_nccl() -> None:
+    """It took the limit of a measurement, and then failed the command, where the same over gloo takes longer than that."""
+    (figure,) = first.nccl(Options(device=torch.device("cpu"), small=True))
+    assert (figure.name, figure.value, figure.holds) == ("left out", "no CUDA device", None)
+
+
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_the_first_minutes_run_on_a_cpu(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_the_first_minutes_run_on_a_cpu(tmp_path: Path) -> None:
     found = _of(tmp_path)
     assert [name.removeprefix("first ") for name in found] == list(first.MEASUREMENTS)
     assert {name: one["error"] for name, one in found.items() if one["state"] != DONE} == {}
-    assert [figure["holds"] for one in found.values() for figure in one["figures"]].count(True) >= 80
+    assert [figure["holds"] for one in found.values() for figure in one["figures"]].count(True) >= 55
     assert {file.name for file in tmp_path.iterdir()} <= {"first.log", "first.png", "report.json", "report.md"}
 
 
