@@ -196,7 +196,7 @@ def test_the_program_that_starts_the_processes_loads_no_torch() -> None:
 
 
 def test_without_a_card_nothing_is_measured_over_nccl() -> None:
-    """It took the limit of a measurement, and then failed the command, where the same over gloo takes longer than that."""
+    """Over gloo, as "two ranks" has it already, it took longer than its limit, and the command failed."""
     (figure,) = first.nccl(Options(device=torch.device("cpu"), small=True))
     assert (figure.name, figure.value, figure.holds) == ("left out", "no CUDA device", None)
 
