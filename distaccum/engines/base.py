@@ -425,5 +425,6 @@ class Engine(ABC):
 
 def forward_past_engine() -> MisuseError:
     """For a backward without a forward of ``Engine.model``."""
-    problem = "the forward went past the engine, so gradients would not be reduced"
-    return MisuseError(f"{problem}: call acc.model (engine.model), not the model that was wrapped")
+    problem = "the forward went past the engine, or there was none, so gradients would not be reduced"
+    remedy = "not the model that was wrapped, in each micro-step, also for a loss of zero (its output times 0)"
+    return MisuseError(f"{problem}: call acc.model (engine.model), {remedy}")

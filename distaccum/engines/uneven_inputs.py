@@ -460,7 +460,7 @@ class UnevenInputs:
 
 
 def _by_hand() -> MisuseError:
-    problem = "the model is differentiated by hand (autograd.grad)"
+    problem = "the model is differentiated by hand (autograd.grad, or loss.backward() in place of acc.backward(loss))"
     return MisuseError(f"{problem} where ranks have different numbers of micro-batches: {_ELSEWHERE}")
 
 

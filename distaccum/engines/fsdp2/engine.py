@@ -532,9 +532,10 @@ class FSDP2Engine(Engine):
 
 def _forward_past_model() -> MisuseError:
     """Where FSDP2's hooks did not run, parameters are not gathered and gradients not reduced."""
-    problem = "the forward went past the engine, so gradients would not be reduced"
+    problem = "the forward went past the engine, or there was none, so gradients would not be reduced"
     remedy = (
-        "call model(...) itself: not model.forward, a module inside it, or a __call__ without torch's hooks (Keras 3)"
+        "call model(...) itself, in each micro-step, also for a loss of zero (its output times 0): not model.forward, "
+        "a module inside it, or a __call__ without torch's hooks (Keras 3)"
     )
     return MisuseError(f"{problem}: {remedy}")
 

@@ -229,7 +229,7 @@ MISUSE: dict[str, tuple[Callable[[Accumulator, Any], object], str]] = {
     ),
     "goes past the engine": (
         lambda acc, _: _loop(acc, lambda acc, batch: acc.backward(_loss(acc.engine.unwrapped_model, batch))),
-        r"the forward went past the engine.*call acc\.model",
+        r"the forward went past the engine, or there was none.*call acc\.model",
     ),
     "steps on no window": (lambda acc, _: acc.step(cast(Any, None), _loss), r"step\(\) with another window"),
     "counts differently": (
