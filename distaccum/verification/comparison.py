@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distaccum.distributed.world import World
 from distaccum.engines.base import Engine
-from distaccum.engines.modules import to_local, trained
+from distaccum.engines.modules import is_sharded, to_local, trained
 from distaccum.verification.expected import Expected, piece_of, whole_numel, wide, widened
 from distaccum.verification.plain_autograd import PlainGradient
 from distaccum.verification.recorded import RecordedWindow
@@ -137,7 +137,7 @@ def layout(
 ) -> tuple[dict[str, int], bool]:
     """Where this rank's pieces begin in their parameters, and whether all ranks hold the same.
 
-    Ranks hold consecutive pieces, or all the whole.
+    Ranks hold consecutive pieces, or all the whole; replicas of shards begin anew, and these are never padded.
     """
     lengths = {name: to_local(piece).numel() * _reals(piece) for name, piece in held.items()}
     everyone = world.all_gather_object(lengths)
@@ -150,6 +150,7 @@ def layout(
         name: 0 if length >= whole.get(name, 0) else sum(each.get(name, 0) for each in before)
         for name, length in lengths.items()
     }
+    starts |= {name: start % whole[name] for name, start in starts.items() if start and is_sharded(held[name])}
     return starts, replicated
 
 

@@ -1,16 +1,19 @@
 """Replicas over the nodes that a launcher tells."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from distaccum import DataSpec
 from distaccum.config.engine import FSDP2Config
 from distaccum.distributed.world import World
 from distaccum.engines.factory import create_engine
 from distaccum.errors import ConfigError
 from distaccum.tools.nodes import nodes_of, replicas_over
+from tests.support.accumulators import Loss, over_sgd
 from tests.support.threads import on_ranks, run_ranks
 
 TORCHRUN = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -46,6 +49,24 @@ def test_each_node_has_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     for said in on_ranks(4, lambda world: _described(world, "auto")):
         assert said.startswith("sharded over 2 ranks x 2 replicas")
+
+
+def test_the_first_step_of_replicas_of_shards_is_proven() -> None:
+    """Pieces of a second replica begin where those of the first one do: they were looked for behind them."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(5, 3), DataSpec(train=list(torch.randn(8, 5)))
+
+    def stepped(world: World, replicas: int) -> Tensor:
+        own = deepcopy(model)
+        engine = FSDP2Config(replicas=replicas)
+        acc = over_sgd(own, 0.1, (8, 1), count=len, world=world, engine=engine, verify="first")
+        for window in acc.windows(data):
+            acc.step(window, Loss())
+        return torch.cat([one.flatten() for one in acc.state_dict()["model"].values()])
+
+    (alone,) = on_ranks(1, lambda world: stepped(world, 1))
+    for found in on_ranks(4, lambda world: stepped(world, 2)):
+        assert torch.allclose(found, alone, rtol=0, atol=1e-6)
 
 
 def test_ranks_that_would_replicate_otherwise_are_refused() -> None:
