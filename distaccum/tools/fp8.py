@@ -84,7 +84,7 @@ def _convert(linear: nn.Linear, context: EngineContext) -> Callable[[], None]:
     added = {name: value for name, value in vars(made).items() if name not in vars(linear)}
     linear.__dict__.update(added)
     linear.__class__ = kind = type(made)
-    handle: RemovableHandle = linear.register_forward_pre_hook(_cast_input)
+    handle: RemovableHandle = linear.register_forward_pre_hook(_cast_input, with_kwargs=True)
 
     def undo() -> None:
         handle.remove()
@@ -96,13 +96,15 @@ def _convert(linear: nn.Linear, context: EngineContext) -> Callable[[], None]:
     return undo
 
 
-def _cast_input(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _cast_input(linear: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """As autocast does for a plain layer: torchao's asks for that of CUDA alone, whatever the device."""
-    first, *others = inputs
-    kind = first.device.type
-    if isinstance(first, Tensor) and torch.is_autocast_enabled(kind):
-        return (first.to(torch.get_autocast_dtype(kind)), *others)
-    return None
+    return tuple(map(_cast, inputs)), {name: _cast(value) for name, value in named.items()}
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type):
+        return value.to(torch.get_autocast_dtype(value.device.type))
+    return value
 
 
 @contextmanager
@@ -196,4 +198,4 @@ def _chosen(model: nn.Module, context: EngineContext) -> Mapping[str, nn.Linear]
 def _named(name: str, glob: str) -> bool:
     """Whether a glob names a module, or one that holds it."""
     parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1)) or fnmatchcase(name, glob)
+    return any(fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))

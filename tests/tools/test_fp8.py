@@ -94,6 +94,10 @@ def test_only_blocks_are_converted_in_place_and_close_takes_it_back(caplog: pyte
         model = acc.engine.unwrapped_model
         layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
         kinds = {name: type(one).__name__ for name, one in layers.items()}
+        wide, x = layers["blocks.0.wide"], torch.randn(3, 16)
+        with acc.engine.autocast():
+            assert torch.equal(wide(input=x), wide(x))
+            assert torch.equal(wide(x), wide(x.bfloat16()))  # as a plain layer's, an input of fp32 is bf16 first
         inside = {f"blocks.{i}.{part}" for i in range(2) for part in ("wide", "narrow")}
         assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == inside
         acc.close()
