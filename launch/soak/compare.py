@@ -21,6 +21,7 @@ from launch.soak.attempt import status_of
 from launch.soak.run import STEPS, step_of
 
 _BELONGS = {
+    "deepspeed.json",
     "environment.json",
     "report.html",
     ".hydra",
