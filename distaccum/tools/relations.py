@@ -253,8 +253,9 @@ class Relations:
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
         self._tell("state", moved or self._carried_in_words(fits=fits))
         compared, mixed = self._compared.in_words(self._micro_batches), self._of_all(self._mixed.problem)
-        if self._alone and self._several and not (compared or mixed):
-            compared = self._of_all(MIXES if self._mixed.compares else MISCOUNTS if self._mixed.miscounts else "")
+        if self._several and not (compared or mixed):  # a rank that has no micro-batch takes part
+            own = MIXES if self._mixed.compares else MISCOUNTS if self._mixed.miscounts else ""
+            compared = self._of_all(own if self._alone else "")
         self._tell("parts", compared if self._alone else "")  # else the check of the loss has told
         if self._several and not compared:
             (self._tell if self._mixed.doubtful else self._refuse)("parts", mixed)
