@@ -361,7 +361,7 @@ def train(name: str, world: World) -> dict[str, Any]:
         world=world,
     )
     if rank_1 and name == "bad: resumed on rank 1 alone":
-        acc.restore(Progress(window=1, step=1, epoch_window=1), {}, None)
+        acc.restore(Progress(window=1, step=1, epoch_window=1), {}, None, {}, {})
     data = PROGRAMS[name](world)
     found: dict[str, Any] = {"seen": [], "samples": [], "counts": [], "error": "", "warned": []}
     with warnings.catch_warnings(record=True) as warned:
