@@ -257,8 +257,9 @@ class Relations:
             own = MIXES if self._mixed.compares else MISCOUNTS if self._mixed.miscounts else ""
             compared = self._of_all(own if self._alone else "")
         self._tell("parts", compared if self._alone else "")  # else the check of the loss has told
-        if self._several and not compared:
-            (self._tell if self._mixed.doubtful else self._refuse)("parts", mixed)
+        if self._several and mixed and not compared:
+            doubtful = self._of_all("rows" if self._mixed.doubtful else "")
+            (self._tell if doubtful else self._refuse)("parts", mixed)
         self._refuse("parts", self._parts_in_words(fits=fits))
 
     def _of_all(self, problem: str) -> str:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import _AllGather
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
@@ -422,6 +423,23 @@ def test_what_is_compiled_stays_compiled_and_is_told(gloo_world: World, whole: b
                 acc.backward(loss(acc.model, micro.batch))
         assert len(runs) >= 2  # micro-batches
         runs.clear()
+
+
+def test_a_rank_without_a_micro_batch_takes_part(caplog: Any) -> None:
+    """What arrives is told, as its rows may not be samples; a rank without any refused it, and the other one waited."""
+    rows = [default_collate(samples()[at : at + 4]) for at in (0, 4)]
+    models = [Net() for _ in range(2)]
+
+    def step(world: World) -> int:
+        acc = over_sgd(models[world.rank], 0.05, (8, 4), count=Squares().count, world=world)
+        for micro in acc.window([] if world.rank else rows):
+            with acc.accumulate():
+                acc.backward(by_hand(acc.model, micro.batch))
+        return acc.progress.step
+
+    with caplog.at_level(logging.WARNING, "distaccum"):
+        assert run_ranks(2, step) == [1, 1]
+    assert BY_OTHERS in caplog.text
 
 
 ALONE = {
