@@ -106,10 +106,10 @@ class Relations:
 
     def after_forward(self, losses: LossSum, counts: Any) -> None:
         """Called after its loss, before the backward."""
+        self._mixed.after_forward(losses, self._count, self._counts or counts)  # first: it notes operators until here
         for one in (self._weights, self._samples, self._apart, self._others):
             one.after_forward()
         self._carried.after_forward(losses)
-        self._mixed.after_forward(losses, self._count, self._counts or counts)
         self._compared.after_forward(losses, self._counts or counts)
 
     def micro_step_ended(self) -> None:

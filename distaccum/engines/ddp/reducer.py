@@ -218,7 +218,7 @@ class Reduction:
             raise MisuseError(f"{problem}: give torch.utils.checkpoint use_reentrant=False") from error
 
     def unreached(self) -> list[int]:
-        """The parameters that keep the reduction from its end, by number; empty if it has ended.
+        """The parameters that keep the reduction from its end, by number, of many the first 100; empty if it has ended.
 
         A backward that reached no parameter at all leaves it untouched: DDP then says nothing.
         """
@@ -239,11 +239,14 @@ class Reduction:
 
     def complete(self, numbers: Sequence[int], value: float) -> None:
         """Ends the reduction with gradients of ``value`` for these parameters; the other ranks are waiting for it."""
-        if numbers:
+        done = set[int]()
+        while numbers and done.isdisjoint(numbers):
             left = [self._parameters[number] for number in numbers]
             with _needing_gradients(left), _hooks_aside(left):
                 _constant(left, value).backward()  # type: ignore[no-untyped-call]
-        if self.unreached():
+            done.update(numbers)
+            numbers = self.unreached()  # torch names 100 at most
+        if numbers or (not done and self.unreached()):
             raise _other_torch("does not end a reduction that was completed")
 
     def join(self, value: float) -> None:

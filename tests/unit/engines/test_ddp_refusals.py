@@ -58,6 +58,17 @@ class Plain(Branches):
         return self.head(self.second(self.first(x).tanh()).tanh())
 
 
+class Hundreds(Plain):
+    """More parameters than DDP names of those that a backward has left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ParameterList(nn.Parameter(torch.zeros(1).double()) for _ in range(250))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + (torch.stack([*self.more]).sum() if bool(x[0, 0] > 0) else 0.0)
+
+
 def _data(positive: Callable[[int], bool]) -> list[Tensor]:
     """The samples, the first feature of each positive where the function of its number says so."""
     rows = DATA.clone()
@@ -169,6 +180,13 @@ def test_a_parameter_that_the_boundary_leaves_unused_is_refused_on_all_ranks_ali
         if rank not in users
     )
     _refused(run_ranks(2, program), named)
+
+
+def test_hundreds_that_the_boundary_leaves_unused_are_refused_on_all_ranks() -> None:
+    """Torch names the first ones, and was taken for another release when it then named others."""
+    data = _data(lambda i: i not in BOUNDARIES)
+    models = [Hundreds() for _ in range(2)]
+    _refused(run_ranks(2, lambda world: _train(_accumulator(models[world.rank], world), data)), r"depend on more\.0, ")
 
 
 @pytest.mark.parametrize("config", ENGINES)
