@@ -61,6 +61,12 @@ class PeerError(DataError):
         super().__init__(f"{reason} ({where}; this rank stops with it)")
 
 
+def expect_peers(error: BaseException | None) -> None:
+    """Raises PeerError where another rank is gone: gloo is the only backend that says so at once."""
+    if isinstance(error, RuntimeError) and "/gloo/" in str(error):
+        raise PeerError(GONE, "while this one waited for it") from error
+
+
 class NoObjectiveError(DistaccumError):
     """A run has ended without the number that a sweeper is to be given."""
 

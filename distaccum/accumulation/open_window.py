@@ -17,7 +17,7 @@ from distaccum.data.prefetch import on_device
 from distaccum.data.window import MicroBatch, Window
 from distaccum.distributed import activity
 from distaccum.engines.base import Engine
-from distaccum.errors import MisuseError
+from distaccum.errors import MisuseError, expect_peers
 from distaccum.losses.normalize import SINGLE, Counts, LossSum, as_counts, normalize_loss
 
 if TYPE_CHECKING:
@@ -120,7 +120,11 @@ class OpenWindow:
             what = f"two windows in one zip(), of {self.samples} samples for {self._ranks} ranks,"
             remedy = "take one window's micro-batches after the other's, or drop the ragged end of the data"
             refuse(what, "of which some rank has no micro-batch: the zip() ends there before the second", remedy)
-        self._engine.begin_window(len(self.plain.micro_batches), self.plain.assignment)
+        try:
+            self._engine.begin_window(len(self.plain.micro_batches), self.plain.assignment)
+        except RuntimeError as error:
+            expect_peers(error)
+            raise
         waiting = iter(self.plain.micro_batches)
         for batch in on_device(
             (micro.batch for micro in self.plain.micro_batches), self._engine.device, self._prefetch
@@ -134,8 +138,6 @@ class OpenWindow:
                 self.proof.records.relations.gives()
             yield self._current
         if not self.plain.micro_batches:
-            await_reduction(self._engine)
-            self._engine.shadow_micro_step()
             self._run_finish()
         if self.phase is not Phase.DROPPED:
             remedy = "run each micro-batch in `with acc.accumulate():`"
@@ -170,6 +172,7 @@ class OpenWindow:
         if kind is not None:
             if isinstance(value, MisuseError):
                 self._failed(value)
+            expect_peers(value)
             return
         if self.phase is not Phase.BACKWARD:
             remedy = "call acc.backward(loss) in it and not loss.backward(), also for a loss of zero"
@@ -262,9 +265,16 @@ class OpenWindow:
         return {SINGLE: self.provisional_count}
 
     def _run_finish(self) -> None:
-        self._engine.activity.phase = activity.Phase.STEP
-        with self._engine.finishing():
-            self._finish(self._sums, self._late_count)
+        try:
+            if not self.plain.micro_batches:
+                await_reduction(self._engine)
+                self._engine.shadow_micro_step()
+            self._engine.activity.phase = activity.Phase.STEP
+            with self._engine.finishing():
+                self._finish(self._sums, self._late_count)
+        except RuntimeError as error:
+            expect_peers(error)
+            raise
         self.mark_done()
 
 

@@ -40,7 +40,7 @@ _LOST = re.compile(
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a collective has failed, as it does when another rank is gone."""
     if isinstance(error, DistaccumError):  # whose words may name the group's timeout
-        return False
+        return isinstance(error, PeerError) and error.reason == GONE  # else that rank has said why
     return isinstance(error, RuntimeError | OSError) and _LOST.search(str(error)) is not None
 
 
@@ -52,13 +52,6 @@ def innermost(error: BaseException) -> str:
 
 RUN_NOTE = "DISTACCUM_RUN_NOTE"
 """Names the file for the run directory, written by rank 0. Its launcher, which reads it, then prints a failure."""
-
-
-def follows_from_another_rank(error: BaseException) -> bool:
-    """Whether the error may be what is left of a collective when another rank has gone."""
-    if isinstance(error, PeerError):
-        return error.reason == GONE  # else that rank has said why
-    return is_lost_connection(error)
 
 
 def reason_of(rank: int, error: BaseException) -> str:
@@ -194,9 +187,9 @@ def watchdog(config: TrainerConfig, world: World, run_dir: RunDir, signals: Stop
         with dog:
             try:
                 yield
-            except PeerError:
-                raise
             except Exception as error:
+                if isinstance(error, PeerError) and not is_lost_connection(error):
+                    raise
                 raise_in_words(error, world, dog)
     finally:
         signals.last_words = None

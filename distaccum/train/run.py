@@ -62,7 +62,7 @@ from distaccum.train.checks import loading_of
 from distaccum.train.components import TrainingComponents
 from distaccum.train.coordination import JobRejectedError
 from distaccum.train.determinism import deterministic_for, threads_of
-from distaccum.train.failure import follows_from_another_rank, group_timeout, note_failure, reason_of, watchdog
+from distaccum.train.failure import group_timeout, is_lost_connection, note_failure, reason_of, watchdog
 from distaccum.train.loop import Loop, TrainingRun
 from distaccum.train.metrics.build import build_loggers, check_loggers
 from distaccum.train.metrics.loggers import Logger, RunInfo
@@ -269,7 +269,7 @@ def _in_group(start: Start) -> RunResult:
                         assert ended is not None
                         return ended
                 except BaseException as error:  # written before the group closes: closing makes the other ranks fail
-                    if follows_from_another_rank(error):
+                    if is_lost_connection(error):
                         peers.await_cause(_CAUSE_S)
                     note_failure(run_dir, rank, error)
                     raise

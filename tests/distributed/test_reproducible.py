@@ -136,15 +136,23 @@ def test_a_fast_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("numerics", [pytest.param("fast", marks=pytest.mark.heavy), "reproducible"])
-def test_a_rank_that_is_gone_in_the_reduction_is_named_as_such(numerics: str) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "fast ddp backward",
+        "reproducible ddp backward",
+        "fast fsdp2 forward",
+        pytest.param("fast deepspeed forward", marks=pytest.mark.heavy),
+    ],
+)
+def test_a_rank_that_is_gone_in_a_loop_is_named_as_such(setting: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(GONE), numerics],
+            [sys.executable, str(GONE), *setting.split()],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **place),

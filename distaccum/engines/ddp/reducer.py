@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum.config.engine import DDPConfig
 from distaccum.data.plan.units import UnitAssignment
 from distaccum.distributed.world import World
-from distaccum.errors import GONE, ConfigError, MisuseError, PeerError
+from distaccum.errors import ConfigError, MisuseError, expect_peers
 from distaccum.precision.policy import PrecisionPolicy
 
 # What a training forward calls on DDP: torch's wrapper, which has the attributes and methods of the user's model.
@@ -129,7 +129,6 @@ def _dense_gradients(model: nn.Module) -> Iterator[None]:
 
 GRAD_DTYPE = hasattr(Tensor, "grad_dtype")  # from torch 2.10 on: a gradient may have another type than its parameter
 _NAMES = ("prepare_for_backward", "_check_reducer_finalized", "_rebuild_buckets", "_remove_autograd_hooks")
-_OF_GLOO = "/gloo/"
 _TWICE = "mark a variable ready only once"
 _BUCKET_DTYPE = "_set_mixed_precision_param_dtype"  # of all buckets; in place of their parameters' type
 _UNREACHED = re.compile(r"Parameter indices which did not receive grad for rank \d+:((?: \d+)+)")
@@ -211,7 +210,7 @@ class Reduction:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            _expect_peers(error)
+            expect_peers(error)
             if _TWICE not in str(error):
                 raise
             problem = "a backward reached a parameter twice, as of one that several reentrant checkpoints share"
@@ -233,7 +232,7 @@ class Reduction:
         try:
             self.ended()
         except RuntimeError as error:
-            _expect_peers(error)
+            expect_peers(error)
             raise
         return []
 
@@ -271,7 +270,8 @@ def reduced_in_dtype(dtype: torch.dtype, ranks: int) -> Callable[[object, Any], 
         divided = whole if ranks == 1 else whole.div_(ranks)
         sent = divided if dtype is torch.float32 else divided.to(dtype)  # fp64 stays what it is
         reduced = dist.all_reduce(sent, async_op=True).get_future()
-        return reduced.then(lambda done: whole if sent is whole else whole.copy_(done.value()[0]))
+        # Its value is asked for wherever it lies: that raises where another rank is gone.
+        return reduced.then(lambda done: done.value()[0] if sent is whole else whole.copy_(done.value()[0]))
 
     return lambda _, bucket: reduce(bucket.buffer())  # DDP accepts its own annotations, as types, or none
 
@@ -312,12 +312,6 @@ class BucketReducer:
 
     def give_up(self) -> None:
         """The window's gradient is NaN on this rank."""
-
-
-def _expect_peers(error: RuntimeError) -> None:
-    """Raises PeerError where another rank is gone: gloo is the only backend that says so at once."""
-    if _OF_GLOO in str(error):
-        raise PeerError(GONE, "while this one waited for its gradient") from error
 
 
 def _nothing() -> None:

@@ -1,4 +1,7 @@
-"""A rank of two that no launcher watches, NUMERICS: rank 1 ends in a window's last backward; rank 0 prints what."""
+"""A rank of two that no launcher watches, NUMERICS ENGINE PLACE; rank 0 prints what its loop ends with.
+
+Rank 1 ends in the last window: before its first ``forward``, or in its last ``backward``.
+"""
 
 import os
 import sys
@@ -14,6 +17,7 @@ from distaccum.distributed import world as world_module
 WINDOWS, UNITS = 2, 2  # of each rank
 
 if __name__ == "__main__":
+    numerics, engine, place = sys.argv[1:]
     world_module.GROUP_TIMEOUT = timedelta(seconds=30)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
@@ -25,6 +29,8 @@ if __name__ == "__main__":
         """Its backward ends rank 1 at last."""
         global calls  # noqa: PLW0603  of a script
         calls += 1
+        if world.rank and place == "forward" and calls == UNITS + 1:
+            os._exit(9)
         total = acc.model(batch).square().sum()
         if world.rank and calls == WINDOWS * UNITS:
             total.register_hook(lambda _: os._exit(9))
@@ -36,7 +42,8 @@ if __name__ == "__main__":
         global_batch_size=2 * UNITS * 2,
         micro_batch_size=2,
         count=len,
-        numerics=sys.argv[1],
+        numerics=numerics,
+        engine=engine,
         verify="never",
         world=world,
     )
