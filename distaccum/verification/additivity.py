@@ -25,6 +25,7 @@ from distaccum.engines.modules import evaluating
 from distaccum.errors import VerificationError
 from distaccum.losses.base import Loss
 from distaccum.losses.normalize import Count, Counts, as_counts, as_loss_sums
+from distaccum.program import FIRST_LOSS, load
 from distaccum.verification.expected import closing
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ _ROUNDING_PADDED = 1e-4  # of the same samples in another shape
 _PAIR, _LOOKED_AT = 2, 8  # samples
 _UNPADDED = 4  # of the batches that are measured
 _OF_PROGRAM = re.compile("does not require grad|and DTensor")  # on all ranks: the micro-step says what is meant
-_CLASSES = 5e-2  # how near the first loss is to ln(classes) times a factor
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,10 @@ class _Shapes:
 
 
 def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None = None, *, parts: bool = True) -> bool:
-    """Compares the losses and counts of two samples apart and together, in evaluation mode; a collective.
+    """Compares the losses and counts of two samples apart and together; a collective.
+
+    As the model trains, with the gradients unless all micro-batches are single samples; and in evaluation mode where
+    that shows no sum.
 
     Where micro-batches are padded to fixed shapes, samples are compared without that and with it; in training mode too,
     if the model draws no random numbers there.
@@ -83,24 +86,30 @@ def check_loss(engine: Engine, window: Window, loss: Loss, count: Count | None =
         return False
     if batches is not None and engine.facts.forward_communicates and padded < world.size:
         batches = batches[:_UNPADDED]  # as many forwards on every rank
-    error, warning, sums = "", "", False
-    if batches is not None:
-        try:
-            steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
-            error, warning = _compare(engine, loss, loss.count if count is None else count, batches, steps)
-        except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
-            if engine.facts.forward_communicates and not _OF_PROGRAM.search(str(problem)):
-                raise  # others may wait in a forward
-            _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
-    if batches is not None and not (error or warning or engine.facts.forward_communicates):
-        error, sums = _gradients(engine, loss, batches) if parts else ("", False)
+    error, warning, trains = "", "", list[Mapping[str, float]]()
+    with load(FIRST_LOSS)(engine.unwrapped_model) as first:
+        if batches is not None and parts and not engine.facts.forward_communicates:
+            alone = window.fetch is not None and all(len(ids) < _PAIR for ids in window.ids())  # nothing is shared
+            error, trains = _gradients(engine, loss, batches, {} if alone else None)
+        if batches is not None and not error:
+            counted = loss.count if count is None else count
+            try:
+                error, warning, found = _compare(engine, loss, counted, batches, trains)
+                if found and not warning:
+                    steps = {"micro-batches": len(window.micro_batches), "ranks": world.size}
+                    warning = first.in_words(found.losses, sum(found.counts.values()), batches[0], steps)
+            except Exception as problem:  # the user's code on a batch of one sample, or in evaluation mode
+                if engine.facts.forward_communicates and not _OF_PROGRAM.search(str(problem)):
+                    raise  # others may wait in a forward
+                _log.info("the loss was not checked for being a sum: %s: %s", type(problem).__name__, problem)
     errors = world.all_gather_names([error] if error else [])
     if errors:
         raise VerificationError(errors[0])
     warnings = world.all_gather_names([warning] if warning else [])
     if warnings and world.is_main:
         _log.warning("%s", warnings[0])
-    return sums
+    together, *apart = (sum(each.values()) for each in trains) if trains else [0.0]
+    return abs(together - sum(apart)) <= _EXACT * sum(map(abs, apart)) != 0.0
 
 
 def _pair(window: Window) -> list[Any] | None:
@@ -168,12 +177,44 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def _compare(
-    engine: Engine, loss: Loss, count: Count, batches: Sequence[Any], steps: Mapping[str, float]
-) -> tuple[str, str]:
-    """An error, or a warning, in words; empty where the loss is a sum."""
+    engine: Engine, loss: Loss, count: Count, batches: Sequence[Any], trains: Sequence[Mapping[str, float]]
+) -> tuple[str, str, _Measured | None]:
+    """An error, or a warning, in words; and what two samples have together where the loss is a sum, and not random.
+
+    Args:
+        trains: the losses together and apart as the model trains, where those are known.
+    """
+    tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
+
+    def judged(name: str, pair: Sequence[_Measured]) -> tuple[str, str]:
+        return _judge(name, [one.losses[name] for one in pair], [one.counts.get(name, 0.0) for one in pair], tolerance)
+
+    pair, shapes, known = list[_Measured](), list[_Shapes](), [trains[i] for i in (1, 2, 0) if trains]
+    if known and not batches[_UNPADDED:]:
+        pair = [_Measured(losses, as_counts(count(batch))) for losses, batch in zip(known, batches, strict=False)]
+    if not pair or any(any(judged(name, pair)) for name in pair[-1].losses):
+        pair, shapes = _measure(engine, loss, count, batches)
+    ab, again = pair[2], pair[-1]
+    warned, random = "", False
+    for name in ab.losses:
+        if not all(math.isfinite(measured.losses[name]) for measured in pair):
+            continue
+        if not _close(ab.losses[name], again.losses[name], tolerance):
+            random = True  # of its own
+            continue
+        error, warning = judged(name, pair[:3])
+        if error:
+            return error, "", None
+        warned = warned or warning
+    if error := next(filter(None, (_judge_padding(name, one, of_padding) for one in shapes for name in one.names)), ""):
+        return error, "", None
+    return "", warned, None if warned or random else ab
+
+
+def _measure(engine: Engine, loss: Loss, count: Count, batches: Sequence[Any]) -> tuple[list[_Measured], list[_Shapes]]:
+    """Two samples apart, together, and once more with other random numbers; and what padding makes of them."""
     # Uncompiled: it would be compiled for two shapes that no window has.
-    model = engine.unwrapped_model
-    with evaluating(model) as train_again, uncompiled, torch.no_grad(), state_restored(engine, loss):
+    with evaluating(engine.unwrapped_model) as train_again, uncompiled, torch.no_grad(), state_restored(engine, loss):
         state = RNGState.capture(engine.device)
 
         def measure(batch: Any, *, anew: bool = False) -> _Measured:
@@ -184,14 +225,9 @@ def _compare(
                 sums = as_loss_sums(loss(engine.unwrapped_model, to_device(batch, engine.device)))
             return _Measured({name: float(part) for name, part in sums.items()}, counts)
 
-        classes: list[int] = []
-        hook = engine.unwrapped_model.register_forward_hook(lambda *call: classes.append(_classes(call[-1])))
-        try:
-            a, b, ab = map(measure, batches[:3])
-            again = measure(batches[3], anew=True)
-            shapes = [_Shapes(a, ab, again, [measure(batch) for batch in batches[_UNPADDED:]])]
-        finally:
-            hook.remove()
+        a, b, ab = map(measure, batches[:3])
+        again = measure(batches[3], anew=True)
+        shapes = [_Shapes(a, ab, again, [measure(batch) for batch in batches[_UNPADDED:]])]
         if batches[_UNPADDED:]:
             train_again()  # what is only there while it trains: a term of its own, statistics of the batch
             try:
@@ -202,65 +238,25 @@ def _compare(
                 if engine.facts.forward_communicates:
                     raise
                 _log.info("padding was not looked at in training mode: %s: %s", type(problem).__name__, problem)
-    tolerance, of_padding = (_ROUNDING_16, _ROUNDING_16) if in_16_bits(engine) else (_ROUNDING, _ROUNDING_PADDED)
-    warned, random = "", False
-    for name in ab.losses:
-        parts = [measured.losses[name] for measured in (a, b, ab, again)]
-        if not all(map(math.isfinite, parts)):
-            continue
-        if not _close(parts[2], parts[3], tolerance):
-            random = True  # of its own
-            continue
-        counts = [measured.counts.get(name, 0.0) for measured in (a, b, ab)]
-        error, warning = _judge(name, parts[:3], counts, tolerance)
-        if error:
-            return error, ""
-        warned = warned or warning
-    if error := next(filter(None, (_judge_padding(name, one, of_padding) for one in shapes for name in one.names)), ""):
-        return error, ""
-    if warned or random:
-        return "", warned
-    known = set(classes)
-    counted = sum(ab.counts.values())
-    if len(ab.losses) == len(known) == 1 and min(known) >= _PAIR and counted and _has_labels(batches[0], *known):
-        mean = sum(ab.losses.values()) / counted
-        return "", suspicious_first_loss(mean, min(known), steps)
-    return "", ""
+    return [a, b, ab, again], shapes
 
 
-def _gradients(engine: Engine, loss: Loss, batches: Sequence[Any]) -> tuple[str, bool]:
-    """An error in words, where losses add up and gradients do not; and whether losses do to rounding, in training."""
+def _gradients(
+    engine: Engine, loss: Loss, batches: Sequence[Any], weights: Mapping[str, Tensor] | None
+) -> tuple[str, list[Mapping[str, float]]]:
+    """An error in words, where losses add up and gradients do not; and the losses together and apart, as it trains."""
     from distaccum.verification.parts import gradient_of_parts  # noqa: PLC0415  it imports this module
 
     try:
-        found, losses = gradient_of_parts(engine, loss, batches[:2], batches[2])
+        found, losses = gradient_of_parts(engine, loss, batches[:2], batches[2], weights)
     except Exception as problem:  # the user's code, as above
         _log.info("the gradients of two samples were not compared: %s: %s", type(problem).__name__, problem)
-        return "", False
+        return "", []
     if not found:
-        together, *apart = losses or [0.0]
-        return "", abs(together - sum(apart)) <= _EXACT * sum(map(abs, apart)) != 0.0
+        return "", losses
     what = f"the losses of two samples add up, and their gradients do not: {found}"
     why = "A hook or a function in the backward looks at the whole micro-batch, or adds a gradient for each"
-    return f"{what}. {why}: write it as a term of the loss, summed over samples. {closing('parts')}", False
-
-
-def _has_labels(batch: Any, classes: int) -> bool:
-    """Whether a batch holds whole numbers that may be classes: a regression's loss is no logarithm of anything."""
-    found: list[bool] = []
-
-    def look(tensor: Tensor) -> None:
-        whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-        found.append(whole and tensor.numel() > 0 and 0 <= int(tensor.max()) < classes)
-
-    map_tensors(batch, look)
-    return any(found)
-
-
-def _classes(output: Any) -> int:
-    """The last dimension of a model's output, as logits have it; 0 of an output with none."""
-    output = getattr(output, "logits", output)
-    return output.shape[-1] if isinstance(output, Tensor) and output.ndim > 1 else 0
+    return f"{what}. {why}: write it as a term of the loss, summed over samples. {closing('parts')}", []
 
 
 def _judge(name: str, losses: list[float], counts: list[float], tolerance: float) -> tuple[str, str]:
@@ -338,21 +334,6 @@ def _judge_padding(name: str, shapes: _Shapes, tolerance: float) -> str:
         return ""
     remedy = f"{remedy}, or leave pad_to, pad_to_multiple_of and pad_rows out"
     return f"{seen} where they are padded to the fixed shape: {remedy}"
-
-
-def suspicious_first_loss(mean: float, classes: int, factors: Mapping[str, float]) -> str:
-    """In words, a first loss that is ``ln(classes)`` over one of ``factors``, or all of them; empty where it is not.
-
-    An untrained classifier gives every class about the same probability.
-    """
-    factors = {**factors, " x ".join(factors): math.prod(factors.values())}
-    for name, factor in factors.items():
-        if factor != 1.0 and abs(mean * factor / math.log(classes) - 1.0) < _CLASSES:
-            return (
-                f"the first loss is {mean:.4g}, and ln({classes}) = {math.log(classes):.4g} is {factor:g} times that, "
-                f"as many as there are {name}: is the loss divided by them?"
-            )
-    return ""
 
 
 def in_16_bits(engine: Engine) -> bool:

@@ -68,6 +68,7 @@ class _Look:
         self._random, self._others = KeyedRandom(engine.device), OtherGenerators()
         self._buffers = Buffers(engine)
         self._strange = False  # whether a loss reached learned tensors that are not the model's
+        self.losses: list[Mapping[str, float]] = []
 
     def compare(self, rows: Callable[[int, int], Any]) -> str:
         """The whole comes once more at the end: what a forward carries over to the next one is another part's then."""
@@ -114,6 +115,7 @@ class _Look:
         self._buffers.restore()
         with engine.autocast():
             sums = as_loss_sums(self._loss(engine.unwrapped_model, to_device(batch, engine.device)))
+        self.losses.append({name: float(part.detach()) for name, part in sums.items()})
         total = torch.stack([part.float().reshape(()) for part in sums.values()]).sum()
         if self.weights and total.requires_grad:
             self._strange |= not all(is_owned(leaf) for leaf in leaves_of(total))
@@ -135,24 +137,28 @@ def _looking() -> Iterator[None]:
 
 def gradient_of_parts(
     engine: Engine, loss: Any, apart: Sequence[Any], together: Any, weights: Mapping[str, Tensor] | None = None
-) -> tuple[str, list[float]]:
+) -> tuple[str, list[Mapping[str, float]]]:
     """In words, a gradient that is no sum over samples though the loss is one; empty where it is, or nobody can tell.
 
     Args:
         engine: of a model whose forwards are local.
         loss: of a micro-batch.
         apart, together: the same samples, on the host.
-        weights: whole ones, that stand in the places of shards.
+        weights: whole ones, that stand in the places of shards; none for the losses alone.
 
     Returns:
-        the words; and the loss of the samples together and those of each, unless it draws by a generator of its own.
+        the words; and the losses of the samples together and of each, unless they draw by a generator of their own.
     """
     look = _Look(engine, loss)
     look.weights = look.weights if weights is None else dict(weights)
-    with state_restored(engine, loss), uncompiled, look.constants, _looking():
-        (whole, gradient), *parts = (look._measure(batch) for batch in (together, *apart))
+    measured = list[tuple[float, Sequence[Tensor | None]]]()
+    with uncompiled, look.constants, _looking():
+        for batch in (together, *apart):
+            with state_restored(engine, loss):  # each begins alike
+                measured.append(look._measure(batch))
+    (whole, gradient), *parts = measured
     sums, of_parts = sum(part for part, _ in parts), [gradients for _, gradients in parts]
-    losses = [] if look.constants.own else [whole, *(part for part, _ in parts)]
+    losses = [] if look.constants.own else look.losses
     sixteen = in_16_bits(engine) or look.constants.sixteen
     rounding = _ROUNDING_16 if sixteen else _ROUNDING
     if look.constants.own or not abs(whole - sums) <= rounding * max(abs(whole), abs(sums)):

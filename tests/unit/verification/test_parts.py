@@ -17,7 +17,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, CrossEntropy, DataSpec, World
 from distaccum.data.collate import PadCollator
 from distaccum.errors import VerificationError
-from distaccum.verification.additivity import suspicious_first_loss
+from distaccum.tools.first_loss import suspicious_first_loss
 from distaccum.verification.parts import why_not_cut
 from tests.support.accumulators import over_sgd
 

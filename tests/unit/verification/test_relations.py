@@ -463,9 +463,9 @@ def test_what_one_relation_tells_nothing_else_does(gloo_world: World, relation: 
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("size", "most"), [(1, 2 + (10 + 4) / 2), (4, 4)])
-def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World, whole: bool, size: int, most: float) -> None:
-    """It costs, in floating-point operations, 3 windows more; of one sample the forwards of 10, and backwards of 4."""
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World, whole: bool, size: int) -> None:
+    """It costs, in floating-point operations, 3 windows more; of two samples in a loop 4."""
 
     def run(verify: str) -> tuple[list[int], list[object]]:
         model, called, noted, costs = Net(counts), 0, {"losses": [""], "hooks": [""]}, list[int]()
@@ -494,7 +494,7 @@ def test_a_proof_leaves_what_python_holds_as_it_is(gloo_world: World, whole: boo
 
     (costs, first), (plain, never) = run("first"), run("never")
     assert first == never
-    assert plain[0] < costs[0] <= most * plain[0]
+    assert plain[0] < costs[0] <= (4 if whole or size != 2 else 5) * plain[0]
     assert costs[1:] == plain[1:]
 
 
