@@ -121,9 +121,9 @@ def check_parts(optimizer: Optimizer, engine: str, *, warn: bool) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, problem, remedy)
 
 
-def small(parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
-    """Of as many dimensions, and of few numbers."""
-    size = [min(n, _SIZE) for n in parameter.shape]
+def small(parameter: nn.Parameter, generator: torch.Generator, ranks: int = 1) -> Tensor:
+    """Of as many dimensions, and of few numbers; of a row for each of the ``ranks``, if the parameter has one."""
+    size = [min(n, _SIZE if i else max(_SIZE, ranks)) for i, n in enumerate(parameter.shape)]
     return torch.randn(size, generator=generator).to(parameter.device, parameter.dtype)
 
 

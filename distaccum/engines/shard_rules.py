@@ -27,7 +27,6 @@ def _raised_on_shards(optimizer: Optimizer, world: World) -> str:
     """What a step on zeros raises on some rank, for one parameter of each group and shape; "" where it raises nothing.
 
     Nor may it keep shards of another shape than its parameter: a checkpoint could be saved, and never be loaded.
-
     A rule may turn tall matrices round, and a rank may have an empty shard.
     """
     groups = [dict(group) for group in optimizer.param_groups]
@@ -62,7 +61,8 @@ def _lost(parameter: Any, values: Mapping[str, Any]) -> Iterator[str]:
 def _differs_on_shards(optimizer: Optimizer, world: World) -> bool:
     """Whether steps on shards are others than on whole parameters, as where a rule reads a norm as a number.
 
-    A collective. A rule that draws random numbers, or cannot be tried on few numbers, is taken for one that does not.
+    A collective. A rule that draws random numbers, or cannot be tried on few numbers, is taken for one that does not;
+    one that can be tried on these, and not on their shards, for one that does.
 
     Args:
         optimizer: over sharded parameters, without state.
@@ -73,7 +73,7 @@ def _differs_on_shards(optimizer: Optimizer, world: World) -> bool:
         for group in optimizer.param_groups
     ]
     generator = torch.Generator().manual_seed(0)
-    whole = [[small(p, generator) for p in group] for group in kinds]
+    whole = [[small(p, generator, world.size) for p in group] for group in kinds]
     shards = [
         [shard_over(value, p) for value, p in zip(mine, group, strict=True)]
         for mine, group in zip(whole, kinds, strict=True)
@@ -85,8 +85,7 @@ def _differs_on_shards(optimizer: Optimizer, world: World) -> bool:
                 continue
             values = step_values(optimizer, shards, scale, seed=0)
             if world.all_gather_names([] if values is not None else ["raised"]) or values is None:
-                continue
-            apart = not alike(expected, [end_to_end(mine) for mine in values])
-            if apart and repeats(optimizer, whole, scale, expected):
+                return True
+            if not alike(expected, list(map(end_to_end, values))) and repeats(optimizer, whole, scale, expected):
                 return True
     return False

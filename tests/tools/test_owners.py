@@ -184,6 +184,32 @@ def test_the_step_is_one_process_own_bit_for_bit(make: Make, ranks: int) -> None
         expect_same(found, expected)
 
 
+@needs_muon
+def test_the_rule_is_known_on_more_ranks_than_a_trial_has_rows() -> None:
+    """DTensor can step a trial's six rows on no eight ranks, and a tall matrix it can, with other bits."""
+    x, weight = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).split([16, 48])
+
+    def window(layer: nn.Module, ranks: int) -> Tensor:
+        return layer(x).pow(3).sum() / ranks  # type: ignore[no-any-return]
+
+    def run(world: World) -> Tensor:
+        layer = nn.Linear(16, 48, bias=False)
+        layer.load_state_dict({"weight": weight})
+        engine = create_engine(layer, torch.optim.Muon(layer.parameters(), lr=0.1), world, engine="fsdp2")
+        engine.begin_window(1)
+        with engine.micro_step(sync=True):
+            engine.backward(window(engine.model, world.size))
+        engine.step()
+        return whole_state(engine, world).model["weight"]
+
+    expected = nn.Linear(16, 48, bias=False)
+    expected.load_state_dict({"weight": weight})
+    window(expected, 1).backward()
+    torch.optim.Muon(expected.parameters(), lr=0.1).step()
+    for found in on_ranks(8, run):
+        assert torch.equal(found, expected.weight)
+
+
 @pytest.mark.heavy
 def test_replicas_of_the_shards_step_alike() -> None:
     def run(world: World) -> tuple[EngineState, int, dict[str, Tensor]]:
