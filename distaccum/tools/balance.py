@@ -127,12 +127,15 @@ class BalancedPlan(CutPlan):
     def describe(self) -> list[str]:
         """The plan in words; of some windows of the first epoch, what the balance is worth."""
         update, *others = self.plan.describe()
+        return [f"{update}, balanced by {self.by}: {in_words(*self.over_means())}", *others]
+
+    def over_means(self) -> tuple[float, float]:
+        """The longest rank over the mean, in some windows of the first epoch: balanced, and without it."""
         cut = self.epoch(self.first_whole_epoch)
         windows = spread(cut.windows_per_epoch)
         some = windows[:: -(-len(windows) // _WINDOWS_TOLD)]
         now, before = (float(np.mean([over_mean(cut.costs(k, dealt=dealt)) for k in some])) for dealt in (True, False))
-        told = f"the longest rank has {now:.3g} times the mean, and {before:.3g} times without the balance"
-        return [f"{update}, balanced by {self.by}: {told}", *others]
+        return now, before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,11 @@ class BalancedEpoch(CutEpoch):
 def over_mean(costs: Sequence[float]) -> float:
     """The longest rank's cost over the mean; 1 where there is nothing to compute."""
     return max(costs) * len(costs) / total if (total := sum(costs)) else 1.0
+
+
+def in_words(now: float, before: float) -> str:
+    """What a balance is worth."""
+    return f"the longest rank has {now:.3g} times the mean, and {before:.3g} times without the balance"
 
 
 def balanced(

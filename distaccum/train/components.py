@@ -207,7 +207,7 @@ def build_components(
     """
     config = config.with_schedule(own_optimizer=bool(optimizers))
     data = packing.pack(replace(data, pad_rows=data.pad_rows or config.batch.pad_rows), config.batch, loss)
-    plan = _plan_of(config, data, model, loss, world_size)
+    plan = plan_of(config, data, model, loss, world_size)
     everyone = [*callbacks, *_callbacks_of(config)]
     stated = Stated(
         config=config,
@@ -274,7 +274,8 @@ def _prepare_engine(stated: Stated, *, planned: bool, builder: EngineBuilder | N
     return prepare(stated.model, context)
 
 
-def _plan_of(config: RunConfig, data: DataSpec, model: nn.Module, loss: AnyLoss, world_size: int) -> Plan | StreamPlan:
+def plan_of(config: RunConfig, data: DataSpec, model: nn.Module, loss: AnyLoss, world_size: int) -> Plan | StreamPlan:
+    """The plan of a run's windows over so many ranks."""
     batch = config.batch
     plan = make_plan(
         data,

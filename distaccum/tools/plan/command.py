@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distaccum import program
+from distaccum.config.batch import SAMPLES
 from distaccum.config.checks import AUTO, is_one_of
 from distaccum.config.engine import DDPConfig, FSDP2Config
 from distaccum.config.instantiate import build
@@ -36,17 +37,19 @@ from distaccum.distributed.world import open_world
 from distaccum.engines.blocks import blocks_of
 from distaccum.engines.rules import Verdict, try_rule
 from distaccum.errors import ConfigError
+from distaccum.tools.balance import BalancedPlan, in_words
 from distaccum.tools.nodes import replicas_over
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.memory import MicroStep, gathered, host, peak
-from distaccum.tools.plan.micro_step import measured_micro_step
+from distaccum.tools.plan.micro_step import first_line, measured_micro_step
 from distaccum.tools.plan.report import report
 from distaccum.tools.plan.settings_command import command, plot_file
 from distaccum.tools.plan.sharding import formats_of, sharding_of
 from distaccum.tools.plan.timing import LocalTimer
 from distaccum.tools.plan.window import Job, Sizes
-from distaccum.train.components import components_from_config
+from distaccum.train.components import build_data, components_from_config, plan_of
 from distaccum.train.optimizer import GroupSize, build_optimizers, group_sizes, split
+from distaccum.train.packing import pack
 
 MIB, GIB = 2**20, 2**30
 WARM_UP, TIMED = 2, 5  # micro-steps that are measured
@@ -138,6 +141,26 @@ def _moments(optim: OptimConfig) -> float:
     return sum(tensor.nbytes for tensor in tensors) / SIDE**2
 
 
+def balance_of(config: RunConfig, ranks: int) -> Values:
+    """How much more the longest of ``ranks`` computes than their mean, where ``batch.balance`` deals micro-batches.
+
+    Raises:
+        ConfigError: the data or the model cannot be balanced.
+    """
+    by = config.batch.balance
+    if by == SAMPLES:
+        return {}
+    loss = build("loss", config.loss)
+    try:
+        data = pack(build_data(config.data), config.batch, loss)
+    except Exception as error:  # the data may be on another machine, and is the user's code
+        return {"balance": {"by": by, "unknown": f"is not known: {first_line(error)}"}}
+    with torch.device("meta"):
+        model: nn.Module = build("model", config.model)
+    now, before = cast("BalancedPlan", plan_of(config, data, model, loss, ranks)).over_means()
+    return {"balance": {"by": by, "longest_over_mean": now, "without": before, "unknown": ""}}
+
+
 def measured(config: RunConfig, cluster: Cluster) -> Cluster:
     """The cluster with micro-steps and updates as this machine takes them."""
     one = replace(config.batch, global_size=config.batch.first_micro_size, schedule=[])
@@ -171,6 +194,12 @@ def show(values: Values) -> None:
     say(f"plan       global batch {batch['global_size']} samples = {update}")
     if batch["stages"]:
         say(f"           after the stages of batch.schedule ({batch['stages']}), which these figures leave out")
+    if "balance" in values:
+        known = values["balance"]
+        told = (
+            known["unknown"] or f"{in_words(known['longest_over_mean'], known['without'])}; times here are the mean's"
+        )
+        say(f"balance    by {known['by']}: {told}")
     if batch["idle"]:
         say(f"           {batch['idle']} ranks have nothing to do: there are fewer samples than ranks")
     parts = (f"{step[key] / MILLI:,.1f} ms {word}" for key, word in PARTS.items())
@@ -331,6 +360,7 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     sizes = job.sizes
     guess = replace(cluster, micro_step_ms=cluster.micro_step_ms or 1.0)
     report(job, guess, [cluster.ranks])  # raises for what cannot work, before anything is measured
+    balance = balance_of(config, cluster.ranks)
     memory = memory_of(config, job, cluster.ranks, measures=activations)
     if cluster.micro_step_ms is None:
         cluster = measured(config, cluster)
@@ -350,7 +380,7 @@ def plan(values: Values, *, activations: bool = True) -> Values:
     about = {"model": model, "block_sizes": sizes.blocks, "engine": engine, "precision": precision}
     found = report(job, cluster)
     found["batch"]["stages"] = len(config.batch.schedule)
-    return about | {"cluster": vars(cluster)} | found | memory
+    return about | {"cluster": vars(cluster)} | found | memory | balance
 
 
 def run(values: Values, folder: Path) -> int:

@@ -39,7 +39,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     try:
         batch = longest_micro_batch(pack(build_data(config.data), config.batch, loss), samples)
     except Exception as error:  # the data may be on another machine, and is the user's code
-        return MicroStep(unknown=f"there is no micro-batch: {_first_line(error)}")
+        return MicroStep(unknown=f"there is no micro-batch: {first_line(error)}")
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.nbytes))
     with torch.device("meta"):
@@ -69,7 +69,7 @@ def measured_micro_step(config: RunConfig, samples: int) -> MicroStep:
     if isinstance(last, ConfigError):  # of the model, for a kernel that a CPU has not
         return MicroStep(batch=sum(sizes), unknown=f"the model cannot be run here: {last}")
     assert last is not None
-    problem = f"does not take a micro-batch of the data ({_first_line(last)})"
+    problem = f"does not take a micro-batch of the data ({first_line(last)})"
     remedy = "Make model, loss and data fit, or leave this out with plan.activations=false"
     raise ConfigError("model", config.model["_target_"], problem, remedy) from last
 
@@ -79,6 +79,7 @@ def _devices() -> list[str]:
     return [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What it says, or that an error of somebody else's code is one."""
     said = str(error) if isinstance(error, DistaccumError) else f"{type(error).__name__}: {error}"
     return said.splitlines()[0]

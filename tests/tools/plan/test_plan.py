@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from distaccum.config.engine import engine_config
 from distaccum.config.extras import install_command
 from distaccum.config.schema import RunConfig
+from distaccum.data.collate import PadCollator
 from distaccum.data.spec import DataSpec
 from distaccum.errors import ConfigError
 from distaccum.tools.plan import command as plan
 from distaccum.tools.plan import settings_command
+from distaccum.train.components import components_from_config
 from tests.support.commands import ROOT, TINY, run, succeed
 
 PLAN = ROOT / "launch" / "plan.py"
@@ -129,6 +131,29 @@ def test_the_state_of_several_optimizers_is_counted_by_what_each_steps() -> None
         assert plan.job_of(replace(config, engine=engine_config(engine))).sizes.owned == owned
 
 
+@pytest.mark.parametrize("by", ["tokens", "flops"])
+def test_a_balance_is_told_by_the_windows_that_it_deals(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of texts of 1 to 40 tokens in a window of four ranks, by the run's own plan."""
+    gpt = GPT | {"vocab_size": 8, "seq_len": 40, "n_layer": 1, "n_head": 1, "n_embd": 4}
+    data = {"_target_": f"{__name__}.texts"}
+    batch = {"global_size": 40, "micro_size": 2, "balance": by}
+    values = _values(data=data, model=gpt, batch=batch, cluster=CLUSTER | {"gpus": 2})
+    config = RunConfig.from_dict({key: value for key, value in values.items() if key != "cluster"})
+    own: Any = components_from_config(config, world_size=4, device=torch.device("cpu")).plan
+    found = plan.plan(values, activations=False)
+    for key, dealt in (("longest_over_mean", True), ("without", False)):
+        costs = own.epoch(0).costs(0, dealt=dealt)
+        assert found["balance"][key] == max(costs) / np.mean(costs)
+    assert 1 <= found["balance"]["longest_over_mean"] < 1.1 < found["balance"]["without"]
+    plan.show(found)
+    said = own.describe()[0].split(f"by {by}: ")[1]
+    assert f"balance    by {by}: {said}; times here are the mean's\n" in capsys.readouterr().out
+    elsewhere = plan.plan(_values(data=data | {"a": 1}, batch=batch), activations=False)
+    assert elsewhere["balance"]["unknown"].startswith("is not known: data.a=1")
+    with pytest.raises(ConfigError, match=rf"batch\.balance={by}: the data does not say how long"):
+        plan.plan(_values(batch=batch), activations=False)
+
+
 CROSS_ENTROPY = {"_target_": "distaccum.losses.cross_entropy.CrossEntropy"}
 GPT = {"_target_": "distaccum.models.gpt.GPT", "vocab_size": 50257, "seq_len": 1024}
 GPT2_XL = GPT | {"n_layer": 48, "n_head": 25, "n_embd": 1600, "positions": "learned", "bias": True}
@@ -151,6 +176,12 @@ def rows(*, width: int, lengths: bool = False) -> DataSpec:
     """Forty rows of numbers with their labels; the last is as long as it says."""
     data: Any = [(torch.zeros(width), 0) for _ in range(40)]
     return DataSpec(train=data, lengths=np.arange(40) if lengths else None)
+
+
+def texts() -> DataSpec:
+    """Forty, of 1 to 40 tokens."""
+    ids = [torch.ones(n, dtype=torch.long) for n in range(1, 41)]
+    return DataSpec(train=[(x, x) for x in ids], lengths=np.arange(1, 41), collate=PadCollator((0, -100)))
 
 
 def _values(**changes: Any) -> dict[str, Any]:
