@@ -79,14 +79,15 @@ def sizes_of(config: RunConfig, *, owners: bool = False) -> Sizes:
         own = [p for p in block.parameters() if p.requires_grad and id(p) not in claimed]
         claimed |= {id(parameter) for parameter in own}
         blocks.append(sum(parameter.numel() for parameter in own))
+    whole = [(optim, sizes) for optim, sizes in (_stepped(config) if owners else ()) if _needs_whole(optim)]
+    owned = tuple(size for _, sizes in whole for size in sizes)
     return Sizes(
         tensors=tuple(parameter.numel() for parameter in trained),
         blocks=tuple(reversed(blocks)),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        owned=tuple(
-            size for optim, sizes in (_stepped(config) if owners else ()) if _needs_whole(optim) for size in sizes
-        ),
+        owned=owned,
+        owned_moments=sum(sum(sizes) * _moments(optim) for optim, sizes in whole) / (sum(owned) or 1),
     )
 
 

@@ -48,6 +48,9 @@ def state(job: Job, ranks: int) -> dict[str, float]:
         "gradients": max(parts["gradients at the boundary"], parts["gradients stepped with"]),
         "optimizer state": parts["optimizer"],
     }
+    if most := job.most_owned(ranks):  # of the rank that has most of them whole
+        more = most - sum(job.sizes.owned) / sharding.parts(PARAMETER_STAGE, ranks)
+        found["optimizer state"] += job.sizes.owned_moments * more
     if job.virtual_ranks is not None:
         found["sums of blocks"] = formats.gradients * elements * job.sums(ranks)[1]
     return found | {"total": sum(found.values())}
@@ -69,10 +72,9 @@ def peak(job: Job, ranks: int, micro_step: MicroStep, *, prefetch: int = 2) -> d
         "activations": micro_step.peak,
     }
     known = [size for size in found.values() if size is not None]
-    if len(known) == len(found) and job.sizes.owned:
+    if len(known) == len(found) and job.most_owned(ranks):
         # A step's own, while nothing is gathered and no activations are there: gradients and weights, and what travels.
-        share = max(sum(job.sizes.owned) / job.sharding.parts(PARAMETER_STAGE, ranks), *job.sizes.owned)
-        whole = volume.THERE_AND_BACK * FULL * share
+        whole = volume.THERE_AND_BACK * FULL * job.most_owned(ranks)
         _, gathered_then, _, activations = known
         known.append(max(0.0, whole - gathered_then - activations))
         found["stepped whole"] = known[-1]

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from distaccum.data.plan.batch import micro_steps_of
 from distaccum.data.plan.units import UnitAssignment, joined
+from distaccum.engines.modules import owners_by_size
 from distaccum.tools.plan.cluster import MILLI, Cluster
 from distaccum.tools.plan.collectives import seconds
 from distaccum.tools.plan.overlap import buckets, run_pass, shares
-from distaccum.tools.plan.sharding import FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
+from distaccum.tools.plan.sharding import ADAM, FULL, OPTIMIZER_STAGE, PARAMETER_STAGE, Formats, Sharding
 from distaccum.tools.plan.volume import THERE_AND_BACK, sent
 
 FORWARD = 1 / 3  # of a micro-step
@@ -31,7 +32,7 @@ class Sizes:
     """A model: elements of each trained parameter in order, and of each block that is sharded by itself.
 
     ``frozen``: elements that are not trained; they take memory, and are never sent. ``buffers``: their bytes.
-    ``owned``: elements of each trained tensor that one rank steps whole.
+    ``owned``: elements of each trained tensor that one rank steps whole, with ``owned_moments`` bytes of state each.
     """
 
     tensors: tuple[int, ...]
@@ -39,6 +40,7 @@ class Sizes:
     frozen: int = 0
     buffers: int = 0
     owned: tuple[int, ...] = ()
+    owned_moments: float = ADAM
 
     @property
     def elements(self) -> int:
@@ -82,6 +84,14 @@ class Job:
                 kept, held = max(kept, held), held + 1 - len(others)
             given = max(given, held)
         return given, kept
+
+    def most_owned(self, ranks: int) -> int:
+        """Elements that the rank with most of them steps whole; none where every rank has all."""
+        owned, parts = self.sizes.owned, self.sharding.parts(PARAMETER_STAGE, ranks)
+        loads = [0] * parts
+        for size, owner in zip(owned, owners_by_size(owned, parts), strict=True):
+            loads[owner] += size
+        return max(loads) if parts > 1 else 0
 
     def accumulation(self, ranks: int) -> int:
         """Micro-steps of a full window on ``ranks``."""
