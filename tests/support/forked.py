@@ -47,7 +47,6 @@ _NAMED_IN_A_RUN = (
     "distaccum.tools.report.page",
     "distaccum.train.metrics.console",
     "distaccum.verification.proof",
-    "torch.profiler._cupti_monitor",
 )
 # Libraries read these while they are imported, so that a server serves only requests with the same values.
 _READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "LD_PRELOAD")
@@ -245,6 +244,8 @@ def _warm_distaccum() -> None:
 
     for name in _NAMED_IN_A_RUN:
         importlib.import_module(name)
+    with suppress(ImportError):  # newer releases of torch have it
+        import torch.profiler._cupti_monitor  # noqa: F401, PLC0415
     with suppress(ImportError):
         import sklearn.datasets  # noqa: F401, PLC0415  data=digits
     _warm_hydra()
