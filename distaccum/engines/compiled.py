@@ -293,20 +293,27 @@ uncompiled = _Uncompiled()
 """Within the block what is compiled runs as it was written: of a model, of a loss, of a library."""
 
 
+# Before torch 2.9 each call in a mode would compile anew, to no use: after eight, never again, or with an error.
+_BESIDE = nullcontext() if hasattr(TorchDispatchMode, "ignore_compile_internals") else uncompiled
+
+
 class BesideCompiled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """A mode that compiled code does not see, and runs compiled in.
+    """A mode that compiled code does not see, and runs compiled in; with torch 2.8 as it was written.
 
     Torch runs uncompiled what is compiled in another mode of its users', in that mode and ever after.
     """
 
     @classmethod
-    def is_infra_mode(cls) -> bool:
+    def ignore_compile_internals(cls) -> bool:
         return True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As newer releases of torch ask."""
-        return True
+    def __enter__(self) -> Any:
+        _BESIDE.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _BESIDE.__exit__(None, None, None)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, _CachingTorchDispatchMode
 
 from distaccum.config.engine import DDPConfig
 from distaccum.distributed.world import World
@@ -232,4 +232,5 @@ def test_what_a_block_calls_compiled_stays_compiled() -> None:
     activation_checkpoint.Checkpoints(module, [module], selective=True, compiled=False)
     for _ in range(2):
         module(x).sum().backward()
-    assert len(runs) == 4  # each in the forward and again in the backward
+    own: Any = getattr(_CachingTorchDispatchMode, "ignore_compile_internals", bool)  # torch's mode; since torch 2.10
+    assert len(runs) == (4 if own() else 0)  # each in the forward and again in the backward

@@ -238,6 +238,22 @@ def test_the_model_is_not_cut_at_the_ends_of_buckets(gloo_world: World) -> None:
     assert len(graphs) == 1
 
 
+def test_a_mode_beside_what_is_compiled_compiles_it_no_more_than_once() -> None:
+    """With torch 2.8 each call in it made another version; the ninth is an error, by ``fullgraph``."""
+
+    class Watching(compiled.BesideCompiled):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    graphs = _noted("counting")
+    twice = torch.compile(lambda x: x.tanh() * 2, backend="counting", fullgraph=True)
+    for _ in range(9):
+        with Watching():
+            assert torch.equal(twice(DATA[0]), DATA[0].tanh() * 2)
+    twice(DATA[0])
+    assert len(graphs) == 1
+
+
 class Broken(Net):
     """Asks the device in its forward."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import _AllGather
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -415,13 +415,14 @@ def test_what_is_compiled_stays_compiled_and_is_told(gloo_world: World, whole: b
         runs.clear()
     acc = over_sgd(Net(), 0.05, (4, 2), count=Squares().count, world=gloo_world)
     loss = Other(lambda model, b: compiled(b[1].sign(), model(b[0])))
-    for window in acc.windows(DataSpec(train=samples()[:12], shuffle=False)):
+    beside = hasattr(TorchDispatchMode, "ignore_compile_internals")  # since torch 2.9
+    for number, window in enumerate(acc.windows(DataSpec(train=samples()[:12], shuffle=False))):
         if whole:
             acc.step(window, loss)
         for micro in () if whole else window:
             with acc.accumulate():
                 acc.backward(loss(acc.model, micro.batch))
-        assert len(runs) >= 2  # micro-batches
+        assert len(runs) >= 2 or not (beside or whole or number)  # micro-batches
         runs.clear()
 
 
