@@ -245,8 +245,8 @@ def test_a_mode_beside_what_is_compiled_compiles_it_no_more_than_once() -> None:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
-    graphs = _noted("counting")
-    twice = torch.compile(lambda x: x.tanh() * 2, backend="counting", fullgraph=True)
+    graphs = _noted("beside")
+    twice = torch.compile(lambda x: x.tanh() * 2, backend="beside", fullgraph=True)
     for _ in range(9):
         with Watching():
             assert torch.equal(twice(DATA[0]), DATA[0].tanh() * 2)
