@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,6 +43,12 @@ def check(model: nn.Module, context: EngineContext) -> None:
         _chosen(model, context)
         if find_spec("torchao") is None:
             raise ConfigError("precision", NAME, "torchao is not installed", f"Run {install_command('fp8')}")
+        try:
+            with _quiet():
+                import_module("torchao.float8")
+        except ImportError as error:
+            problem = f"this torchao cannot be imported with torch {torch.__version__}: {error}"
+            raise ConfigError("precision", NAME, problem, "Use a newer torch, or precision=bf16") from error
 
 
 class Fp8:

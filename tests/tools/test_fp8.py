@@ -1,6 +1,7 @@
 """precision=fp8: the gradient beside one written out by hand, on ddp and fsdp2; what is refused; resume and export."""
 
 import logging
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -37,7 +38,7 @@ OF_BF16 = 2.0**-8  # as much of bf16; measured 0.0027, and 0.031 to 0.037 beside
 
 @pytest.fixture
 def torchao() -> None:
-    pytest.importorskip("torchao", reason="not installed: torchao, which precision=fp8 is by")
+    pytest.importorskip("torchao.float8", reason="no torchao, or of another torch", exc_type=ImportError)
 
 
 @pytest.mark.usefixtures("torchao")
@@ -254,8 +255,14 @@ def test_models_that_cannot_be_converted_are_refused() -> None:
 
 
 def test_without_torchao_the_message_has_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with one of another torch, what is wrong with it: 0.18 cannot be imported with torch 2.8."""
     monkeypatch.setattr(ours, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"precision=fp8: torchao is not installed. Run .* 'distaccum\[fp8\]'"):
+        prepare(deepcopy(fp8.MODEL), _context())
+    monkeypatch.setattr(ours, "find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ConfigError, match=r"precision=fp8: this torchao cannot be imported with torch .* newer torch"):
         prepare(deepcopy(fp8.MODEL), _context())
 
 
