@@ -145,7 +145,7 @@ class _Watch(BesideCompiled):
 
     def __exit__(self, *error: Any) -> None:
         """The forward has ended; from here on only counts tell what is written."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self._versions = [tensor._version for tensor, _ in self._kept]
 
     @property

@@ -189,13 +189,13 @@ class _Tail(BesideCompiled):
     def begin(self) -> None:
         """Notes from here on."""
         if not (self._on or self._lost):
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
             self._on = True
 
     def end(self) -> None:
         """Until here; what lies within another mode of the user's cannot be left, and notes nothing more."""
         if self._on and _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
             self._on = False
         elif self._on:
             self._lost = True
