@@ -293,12 +293,13 @@ uncompiled = _Uncompiled()
 """Within the block what is compiled runs as it was written: of a model, of a loss, of a library."""
 
 
-# Before torch 2.9 each call in a mode would compile anew, to no use: after eight, never again, or with an error.
-_BESIDE = nullcontext() if hasattr(TorchDispatchMode, "ignore_compile_internals") else uncompiled
+# Before torch 2.10 each call in a mode would compile anew, to no use: after eight, never again, or with an error.
+_KNOWS_MODES = hasattr(torch._C._dynamo.guards, "set_is_in_mode_without_ignore_compile_internals")
+_BESIDE = nullcontext() if _KNOWS_MODES else uncompiled
 
 
 class BesideCompiled(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """A mode that compiled code does not see, and runs compiled in; with torch 2.8 as it was written.
+    """A mode that compiled code does not see, and runs compiled in; before torch 2.10 as it was written.
 
     Torch runs uncompiled what is compiled in another mode of its users', in that mode and ever after.
     """

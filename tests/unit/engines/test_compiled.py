@@ -239,7 +239,7 @@ def test_the_model_is_not_cut_at_the_ends_of_buckets(gloo_world: World) -> None:
 
 
 def test_a_mode_beside_what_is_compiled_compiles_it_no_more_than_once() -> None:
-    """With torch 2.8 each call in it made another version; the ninth is an error, by ``fullgraph``."""
+    """With torch 2.8 and 2.9 each call in it made another version; the ninth is an error, by ``fullgraph``."""
 
     class Watching(compiled.BesideCompiled):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import _AllGather
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from distaccum import Accumulator, DataSpec, DistaccumError, FSDP2Config, World, all_gather
+from distaccum.engines.compiled import _BESIDE, uncompiled
 from tests.support.accumulators import over_sgd
 from tests.support.programs import Beside
 from tests.support.threads import run_ranks
@@ -415,7 +416,7 @@ def test_what_is_compiled_stays_compiled_and_is_told(gloo_world: World, whole: b
         runs.clear()
     acc = over_sgd(Net(), 0.05, (4, 2), count=Squares().count, world=gloo_world)
     loss = Other(lambda model, b: compiled(b[1].sign(), model(b[0])))
-    beside = hasattr(TorchDispatchMode, "ignore_compile_internals")  # since torch 2.9
+    beside = _BESIDE is not uncompiled  # since torch 2.10
     for number, window in enumerate(acc.windows(DataSpec(train=samples()[:12], shuffle=False))):
         if whole:
             acc.step(window, loss)
