@@ -27,7 +27,7 @@ from distaccum.tools.function_state import FunctionState
 from distaccum.tools.others_at_rest import OthersAtRest
 from distaccum.tools.rates_at_rest import RatesAtRest
 from distaccum.tools.rows_mixed import MISCOUNTS, MIXES, RowsMixed
-from distaccum.tools.samples_apart import SamplesApart
+from distaccum.tools.samples_apart import DEPENDS, SamplesApart
 from distaccum.tools.samples_run import SamplesRun
 from distaccum.tools.weights_at_rest import WeightsAtRest
 from distaccum.verification.additivity import in_16_bits, rows_of
@@ -252,6 +252,9 @@ class Relations:
             where = "exact where it treats each sample by itself, and depends on the micro-batch size elsewhere"
             self._tell("size", f"{size}. That is {where}: acc.verify(window, loss) tells")
         self._tell("state", moved or self._carried_in_words(fits=fits))
+        parts = self._parts_in_words(fits=fits)
+        if self._apart.strange:  # rows that are no samples' have been looked at as theirs
+            self._compared.found, self._mixed = False, RowsMixed(self._engine)
         compared, mixed = self._compared.in_words(self._micro_batches), self._of_all(self._mixed.problem)
         if self._several and not (compared or mixed):  # a rank that has no micro-batch takes part
             own = MIXES if self._mixed.compares else MISCOUNTS if self._mixed.miscounts else ""
@@ -260,7 +263,9 @@ class Relations:
         if self._several and mixed and not compared:
             doubtful = self._of_all("rows" if self._mixed.doubtful else "")
             (self._tell if doubtful else self._refuse)("parts", mixed)
-        self._refuse("parts", self._parts_in_words(fits=fits))
+        self._refuse("parts", parts)
+        company = self._of_all(DEPENDS if self._alone and self._several and self._apart.depends else "")
+        self._tell("parts", "" if compared or mixed else company)
 
     def _of_all(self, problem: str) -> str:
         """The first of all ranks' problems; a collective."""

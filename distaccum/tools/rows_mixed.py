@@ -123,7 +123,7 @@ class RowsMixed:
                 compares = tail.mixes(sums, 0, other)
                 self._compares |= compares and counts is not None
                 self._guessed_compares |= compares
-            if total := _multiplied_by(sums, known or {SINGLE: given}):
+            if total := _multiplied_by(sums, known or ({} if given is None else {SINGLE: given})):
                 each = [] if counts is None else [next(iter(one.values())) for one in counts]
                 first, *others = (
                     [0, *tail.rows_again()] if not each else [i for i, own in enumerate(each) if own] or [0]

@@ -14,15 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from distaccum.data.batches import map_tensors
 from distaccum.engines.base import Engine
 from distaccum.tools.samples_run import address
+from distaccum.verification.additivity import in_16_bits
 from distaccum.verification.parts import gradient_of_parts
 
 _log = logging.getLogger(__name__)
 _PAIR = 2
+_OTHER = 1e-3  # of outputs along their gradients
+
+DEPENDS = (
+    "a sample's outputs depend on the other samples of its micro-batch (on statistics, attention or a capacity across "
+    "rows), and the gradient on the micro-batch size. Compute each sample by itself, or a micro-batch as one sample"
+)
 
 
 class SamplesApart:
@@ -40,6 +48,10 @@ class SamplesApart:
         self._cotangents: dict[int, Tensor] = {}  # by the number of an output
         self._hooks: list[Any] = []
         self._ended = False
+        self.strange = set[int]()
+        """Outputs, by number, that have as many rows as the micro-batch, and are not of samples: prototypes, scales."""
+        self.depends = False
+        """Whether a sample's outputs are others in other company, in a model without statistics of the batch."""
 
     def before_forward(self) -> None:
         """Called before each micro-step's forward."""
@@ -114,9 +126,22 @@ class SamplesApart:
 
     def _compared(self, weights: Mapping[str, Tensor] | None) -> str:
         own = {n: c for n, c in self._cotangents.items() if c.ndim} or self._cotangents
-        pair = {"inputs": self._inputs, "cotangents": own}
-        apart = [map_tensors(pair, _rows(self._is_pair, i)) for i in range(_PAIR)]
-        return gradient_of_parts(self._engine, self._along, apart, pair, weights)[0]
+        while own:
+            pair = {"inputs": self._inputs, "cotangents": own}
+            apart = [map_tensors(pair, _rows(self._is_pair, i)) for i in range(_PAIR)]
+            said, losses = gradient_of_parts(self._engine, self._along, apart, pair, weights)
+            if not self.strange & own.keys():
+                self.depends = self._add_up_to_another(losses)
+                return said
+            own = {n: c for n, c in own.items() if n not in self.strange}
+        return ""
+
+    def _add_up_to_another(self, losses: Sequence[Mapping[str, float]]) -> bool:
+        """Whether what two samples' outputs are along their gradients is not the sum of each one's alone."""
+        together, *apart = (sum(each.values()) for each in losses) if losses else [0.0]
+        statistics = any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules())
+        rounds = statistics or in_16_bits(self._engine)
+        return not rounds and abs(together - sum(apart)) > _OTHER * sum(map(abs, apart))
 
     def _is_pair(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.shape[:1] == (_PAIR,)
@@ -125,6 +150,7 @@ class SamplesApart:
         """The outputs along their gradients: as steep as the loss, and a sum over samples where they are theirs."""
         args, kwargs = tree_unflatten(batch["inputs"], self._tree)
         outputs = _tensors(model(*args, **kwargs))
+        self.strange |= {n for n, c in batch["cotangents"].items() if c.ndim and outputs[n].shape[:1] != c.shape[:1]}
         return torch.stack([(outputs[n] * c).sum().float() for n, c in batch["cotangents"].items()]).sum()
 
 

@@ -51,12 +51,16 @@ def test_the_language_model_learns(tmp_path: Path, world: int) -> None:
 @pytest.mark.slow
 def test_the_policy_learns_alike_on_1_and_2_processes(tmp_path: Path) -> None:
     printed = [_run("grpo", world, tmp_path) for world in (1, 2)]
-    assert len({re.sub(r"loss \S+", "", text) for text in printed}) == 1
-    losses = [[float(found) for found in re.findall(r"loss (\S+),", text)][:5] for text in printed]  # 50 updates
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", printed[0])]
-    assert rewards[0] < 0.15
-    assert rewards[-1] > 0.6
+    losses, rewards = (
+        [[float(found) for found in re.findall(rf"{name} ([^ ,]+)", text)] for text in printed]
+        for name in ("loss", "reward")
+    )
+    assert len(rewards[0]) == len(rewards[1]) > 5
+    assert losses[0][:5] == pytest.approx(losses[1][:5], abs=1e-6)
+    assert rewards[0][:5] == rewards[1][:5]  # later a rounding may draw another token
+    for reward in rewards:
+        assert reward[0] < 0.15
+        assert reward[-1] > 0.6
 
 
 @pytest.mark.heavy

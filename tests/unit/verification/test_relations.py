@@ -212,6 +212,38 @@ decays: Any = lambda m, b: squares(m, b) + 0.01 * sum(p.square().sum() for p in 
 steep: Any = lambda m, b: (  # noqa: E731
     (found := squares(m, b)) + torch.autograd.grad(found, m.a.weight, create_graph=True)[0].square().sum()
 )
+
+
+def smooth(model: Any, batch: Batch) -> Tensor:
+    """A mean over the micro-batch that differentiates by itself."""
+    given = batch[0].clone().requires_grad_()
+    found = model(given)
+    (slope,) = torch.autograd.grad(found.sum(), given, create_graph=True)
+    return (found - batch[1]).square().mean() + slope.square().sum(1).mean()
+
+
+class Scaled(Net):
+    """Returns scales of its own beside its outputs, as many as a micro-batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.scales * 1.0
+
+
+def by_scales(model: Any, batch: Batch) -> Tensor:
+    found, scales = model(batch[0])
+    loss: Tensor = (-scales).exp().sum() * (found - batch[1]).square().sum() + len(found) * scales.sum()
+    return loss
+
+
+def beside_others(net: Net, x: Tensor) -> Tensor:
+    hidden = torch.tanh(net.a(x))
+    return hidden - hidden.mean(0)
+
+
 called: Any = lambda m, b: squares(partial(torch.func.functional_call, m, dict(m.named_parameters())), b)  # noqa: E731
 
 
@@ -379,6 +411,7 @@ CASES: dict[str, tuple[Callable[[], Net], bool, int, dict[str, Any], str]] = {
         {"count": lambda b: max(2, some(b))},
         "plain sum from count=, and no max(1, n)",
     ),
+    "a mean with slopes": (Net, True, 1, {"loss": Other(smooth)}, "0.50 of their sum: it is a mean over"),
     "no relation": (Net, False, 1, {"verify_allow": ["teacher"]}, "no list of relations. Use some of [counts"),
 }
 
@@ -703,6 +736,15 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "a cache": (caches, squares, {}, ""),
     "a counter": (lambda net, x: counts(net, x) / (1 + 0.1 * len(net.seen)), squares, {}, ""),
     "a batch norm": (normed, squares, {}, ""),
+    "scales beside outputs": (None, by_scales, {"make": Scaled}, ""),
+    "outputs in company": (beside_others, squares, {}, "a sample's outputs depend on the other samples"),
+    "outputs in company of shards": (
+        beside_others,
+        squares,
+        {"engine": "fsdp2"},
+        "outputs depend on the other samples",
+    ),
+    "outputs in one company": (beside_others, squares, {"micro_batch_size": WINDOW}, ""),
     "a teacher that stays": (None, Teacher(0.0), {}, ""),
     "labels weighed alike": (None, lambda m, b: balanced(m, b, torch.tensor([3.0])), {}, ""),
     "labels weighed by tasks": (None, lambda m, b: balanced(m, b, torch.tensor([2.0 + (b[0].sum() > 0)])), {}, ""),
