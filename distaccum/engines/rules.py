@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from enum import Enum, auto
 from typing import Any
@@ -32,6 +32,7 @@ _OURS = ("step", "zero_grad")  # what an instance may have been given in place o
 _SEES = "would see a part of the parameters on each rank, or copies of them"
 _REMEDY = "Remove it (clip with clip_norm= or clip_value=, change weights between two windows), or use engine=ddp"
 
+OnStep = Callable[[Optimizer], None]
 Pieces = Sequence[Sequence[Tensor]]
 """The values of a trial's parameters, by group."""
 
@@ -235,6 +236,18 @@ def foreign_hooks(optimizer: Optimizer) -> list[str]:
         for function in functions
         if not (getattr(function, "__module__", "") or "").startswith("distaccum.")
     ]
+
+
+def around_step(optimizer: Optimizer, before: OnStep, after: OnStep = lambda _: None) -> list[Any]:
+    """Hooks that run once a step: torch runs others in its ``super().step()`` too, once that class has an instance."""
+    call: list[Any] = []  # the outermost's keywords: a dictionary of its own, the same before and after
+
+    def either(_: Optimizer, __: Any, keywords: Any) -> None:
+        if not call or call[0] is keywords:
+            (after if call else before)(optimizer)
+            call[:] = [] if call else [keywords]
+
+    return [optimizer.register_step_pre_hook(either), optimizer.register_step_post_hook(either)]
 
 
 def check_hooks(optimizer: Optimizer) -> None:

@@ -25,7 +25,7 @@ from distaccum.distributed.world import World
 from distaccum.engines.group_settings import WholeGroups
 from distaccum.engines.modules import as_real, full_tensor, owners_by_size, to_local
 from distaccum.engines.optimizer_step import norms_of
-from distaccum.engines.rules import Verdict, check_parts, small, trial_copy, try_rule
+from distaccum.engines.rules import Verdict, around_step, check_parts, expect_no_hooks, small, trial_copy, try_rule
 from distaccum.engines.shard_rules import fault_on_shards
 from distaccum.errors import ConfigError
 
@@ -227,10 +227,10 @@ class Owners(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self.groups.check()
         for optimizer in self._dealt:  # users' hooks before and after the step see shards
-            first = optimizer.register_step_post_hook(self._scatter)
+            self._hooks += [optimizer.register_step_pre_hook(self._expect_outermost)]
+            self._hooks += around_step(optimizer, self._gather, self._scatter)
             hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(first.id, last=False)
-            self._hooks += [optimizer.register_step_pre_hook(self._gather), first]
+            hooks.move_to_end(self._hooks[-1].id, last=False)
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -239,8 +239,13 @@ class Owners(AbstractContextManager[None]):
         if self._inside:  # the step has raised
             self._put_back()
 
+    def _expect_outermost(self, optimizer: Optimizer, *_: Any) -> None:
+        """Raises MisuseError where torch runs users' hooks in the ``super().step()`` of a rule, amid whole tensors."""
+        if self._inside:
+            expect_no_hooks([optimizer])
+
     @torch.no_grad()
-    def _gather(self, optimizer: Optimizer, *_: Any) -> None:
+    def _gather(self, optimizer: Optimizer) -> None:
         """Before the optimizer moves a weight: gives it the gradients and weights that this rank owns; a collective."""
         dealt = self._dealt[optimizer]
         gradients = {i: shard.grad for i, shard in enumerate(dealt.shards) if shard.grad is not None}
@@ -259,7 +264,7 @@ class Owners(AbstractContextManager[None]):
         return wholes
 
     @torch.no_grad()
-    def _scatter(self, optimizer: Optimizer, *_: Any) -> None:
+    def _scatter(self, optimizer: Optimizer) -> None:
         """After its step: sends every rank its part of what this one owns; a collective."""
         dealt = self._dealt[optimizer]
         for stand_in in dealt.own.values():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.optim import Optimizer
 
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
+from distaccum.engines.rules import around_step, foreign_hooks
 from distaccum.errors import VerificationError, shorten
 from distaccum.verification.expected import (
     CLOSING,
@@ -54,7 +54,6 @@ class OptimizerWatch:
         self._called = False
         # The engine has made a finite gradient NaN, and says why; or it may leave out the step of too large a one.
         self._spoiled = expected.norm * (1 + expected.tolerance) + expected.allowed >= engine.norm_bound
-        self._hooked = False  # a foreign hook has changed the gradient
         self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
         self._found, self._seen = 0.0, 0  # of the engine's copies, in the optimizers so far
         by_id = {id(p): name for name, p in engine.probe.stepped.items()}
@@ -67,21 +66,20 @@ class OptimizerWatch:
         self._hooks = [hook for optimizer in engine.optimizers for hook in self._hooks_on(optimizer)]
 
     def _hooks_on(self, optimizer: Optimizer) -> list[Any]:
-        hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
-        foreign = any(not (getattr(hook, "__module__", "") or "").startswith("distaccum.") for hook in hooks.values())
-        first = optimizer.register_step_pre_hook(self._before_step)
-        hooks.move_to_end(first.id, last=False)  # what a hook of the user's does is the user's
-        return [first, optimizer.register_step_pre_hook(self._after_foreign_hooks)] if foreign else [first]
+        last = around_step(optimizer, self._after_foreign_hooks) if foreign_hooks(optimizer) else []
+        first = around_step(optimizer, self._before_step)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(first[0].id, last=False)  # what a hook of the user's does is the user's
+        return first + last
 
     def close(self) -> None:
         """Leaves the optimizers alone."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # --- in an optimizer's step
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         """A hook that runs before the optimizer moves a weight, with its gradients as they are then."""
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         divisor = getattr(optimizer, "grad_scale", None)
@@ -98,13 +96,11 @@ class OptimizerWatch:
         names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
         self._agree_on(found, sum(self.expected.own.get(name, 0.0) for name in names))
 
-    def _after_foreign_hooks(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_foreign_hooks(self, optimizer: Optimizer) -> None:
         """Says that step pre-hooks of the user's have changed what was compared before them."""
         before, after = self._squares.get(id(optimizer), math.nan), _square_of(optimizer)
-        if abs(after - before) > OF_NORM * before and not self._hooked:
-            self._hooked = True
-            if self._world.is_main:
-                _log.info("a step pre-hook of the optimizer changes the gradient; it was compared before the hook")
+        if abs(after - before) > OF_NORM * before and self._world.is_main:
+            _log.info("a step pre-hook of the optimizer changes the gradient; it was compared before the hook")
 
     def _add_copies(self, found: float, elements: int) -> None:
         """Copies say nothing of their parameters: all of them are looked at together, over all ranks."""

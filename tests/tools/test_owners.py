@@ -77,6 +77,17 @@ class Lars(Kronecker):
         return p.grad * (p.norm().item() / (1.0 + p.grad.norm().item()))
 
 
+class Nested(Lars):
+    """Steps twice by its parent's rule, and then by the norm of all that a tensor is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(2):
+            super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.div_(max(1.0, p.norm().item()))
+
+
 def muon(model: nn.Module) -> list[Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -89,6 +100,11 @@ def kronecker(model: nn.Module) -> list[Optimizer]:
 
 def lars(model: nn.Module) -> list[Optimizer]:
     return [Lars(model.parameters())]
+
+
+def nested(model: nn.Module) -> list[Optimizer]:
+    lars(model)  # from here on torch runs hooks in the rule's super().step() too
+    return [Nested(model.parameters())]
 
 
 def mixed(model: nn.Module) -> list[Optimizer]:
@@ -376,6 +392,21 @@ def test_hooks_on_the_step_see_shards_and_states_are_the_accumulators() -> None:
     on_ranks(2, run)
     assert len(seen) == 2 * 2 * 4 * 2 * len(SHAPES)
     assert all(seen)
+
+
+def test_the_steps_within_a_step_are_one_process_own_unless_hooks_would_see_whole_tensors() -> None:
+    def run(world: World, *hooks: Any) -> EngineState:
+        engine = engine_of("fsdp2", nested, world)
+        for hook in hooks:
+            engine.optimizers[0].register_step_post_hook(hook)
+        train(engine, range(WINDOWS))
+        return whole_state(engine, world)
+
+    for found in on_ranks(2, run):
+        expect_same(found, one_process(nested))
+    for raised in run_ranks(2, lambda world: run(world, lambda *_: None)):
+        assert isinstance(raised, MisuseError)
+        assert "would see a part of the parameters" in str(raised)
 
 
 def test_after_an_error_in_a_step_the_groups_hold_shards() -> None:
