@@ -140,17 +140,17 @@ class FusedUpdate:
     def _apply(self, held: set[int], remaining: Tensor | None, applied: Tensor) -> None:
         """Has the optimizers step on the gradients of ``held`` over ``remaining``, where ``applied`` is 1.0."""
         begun = held <= self._begun
-        fused = [getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers]
+        fused = list(map(_is_fused, self.optimizers))
         if not ((begun and all(fused)) or HostCopy(applied).read() == 1.0):
             return
         for optimizer, folds in zip(self.optimizers, fused, strict=True):
-            if folds and applied.dtype == torch.float32 and not foreign_hooks(optimizer):
-                _step_fused(optimizer, remaining, 1.0 - applied)
-            elif folds:  # the kernels read the divisor as fp32: fp64 gradients would lose digits; hooks see gradients
+            # The kernels read the divisor as fp32: fp64 gradients would lose digits; and hooks see gradients.
+            divides = folds and applied.dtype == torch.float32 and not foreign_hooks(optimizer)
+            if not divides:
                 _divide(_gradients_of(optimizer), remaining)
-                _step_fused(optimizer, None, 1.0 - applied)
+            if folds:
+                _step_fused(optimizer, remaining if divides else None, 1.0 - applied)
             else:
-                _divide(_gradients_of(optimizer), remaining)
                 optimizer.step()
         if not begun:
             self._begun |= held
@@ -184,6 +184,11 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
 def _row_norms(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(gradient, dim=tuple(range(1, gradient.ndim)), dtype=dtype)
     return norms
+
+
+def _is_fused(optimizer: Any) -> bool:
+    """Not where a rule of the user's is around the kernel: it would see gradients undivided, and steps left out."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.step.__module__.startswith("torch.")
 
 
 def _step_fused(optimizer: Any, divisor: Tensor | None, found_inf: Tensor) -> None:

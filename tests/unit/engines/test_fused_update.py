@@ -204,3 +204,26 @@ def test_a_gradient_that_nobody_reduces_is_refused() -> None:
     with pytest.raises(MisuseError, match="unfrozen after wrapping"):
         update.step()
     assert not late.any()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_rule_around_a_fused_step_sees_the_divided_gradient_and_no_overflow(bad: bool) -> None:
+    class Around(AdamW):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad.clamp_(-0.1, 0.1)
+            super().step()
+            torch._foreach_mul_([p.detach() for group in self.param_groups for p in group["params"]], 0.5)
+
+    ours, theirs = _parameters(), _parameters()
+    our_optimizer, their_optimizer = Around(ours.values(), fused=True), Around(theirs.values(), fused=False)
+    update = _update([our_optimizer], ours, clip_norm=0.5)
+    for i in range(3):
+        _set_gradients(theirs, i)
+        nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        _set_gradients(ours, i, 8.0 * (float("inf") if bad and i == 1 else 1.0))
+        update.step(8.0)
+        if not (bad and i == 1):
+            their_optimizer.step()
+    pairs = zip(_snapshot(ours, [our_optimizer]), _snapshot(theirs, [their_optimizer]), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in pairs)
