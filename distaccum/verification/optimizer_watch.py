@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from distaccum.engines.base import Engine
 from distaccum.engines.modules import to_local, trained
-from distaccum.engines.rules import around_step, foreign_hooks
+from distaccum.engines.rules import around_step
 from distaccum.errors import VerificationError, shorten
 from distaccum.verification.expected import (
     CLOSING,
@@ -24,8 +23,6 @@ from distaccum.verification.expected import (
     wide,
     words,
 )
-
-_log = logging.getLogger(__name__)
 
 
 class OptimizerWatch:
@@ -54,7 +51,6 @@ class OptimizerWatch:
         self._called = False
         # The engine has made a finite gradient NaN, and says why; or it may leave out the step of too large a one.
         self._spoiled = expected.norm * (1 + expected.tolerance) + expected.allowed >= engine.norm_bound
-        self._squares: dict[int, float] = {}  # by optimizer, before foreign hooks
         self._found, self._seen = 0.0, 0  # of the engine's copies, in the optimizers so far
         by_id = {id(p): name for name, p in engine.probe.stepped.items()}
         with engine.probe.stepped_groups:
@@ -66,11 +62,10 @@ class OptimizerWatch:
         self._hooks = [hook for optimizer in engine.optimizers for hook in self._hooks_on(optimizer)]
 
     def _hooks_on(self, optimizer: Optimizer) -> list[Any]:
-        last = around_step(optimizer, self._after_foreign_hooks) if foreign_hooks(optimizer) else []
         first = around_step(optimizer, self._before_step)
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(first[0].id, last=False)  # what a hook of the user's does is the user's
-        return first + last
+        return first
 
     def close(self) -> None:
         """Leaves the optimizers alone."""
@@ -84,7 +79,7 @@ class OptimizerWatch:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         divisor = getattr(optimizer, "grad_scale", None)
         skipped = getattr(optimizer, "found_inf", None)
-        found = self._squares[id(optimizer)] = _square_of(optimizer)
+        found = _square_of(optimizer)
         found /= 1.0 if divisor is None else float(divisor) ** 2
         if skipped is not None and bool(skipped):
             self._spoiled = self._spoiled or not math.isfinite(found)
@@ -95,12 +90,6 @@ class OptimizerWatch:
             return
         names = [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
         self._agree_on(found, sum(self.expected.own.get(name, 0.0) for name in names))
-
-    def _after_foreign_hooks(self, optimizer: Optimizer) -> None:
-        """Says that step pre-hooks of the user's have changed what was compared before them."""
-        before, after = self._squares.get(id(optimizer), math.nan), _square_of(optimizer)
-        if abs(after - before) > OF_NORM * before and self._world.is_main:
-            _log.info("a step pre-hook of the optimizer changes the gradient; it was compared before the hook")
 
     def _add_copies(self, found: float, elements: int) -> None:
         """Copies say nothing of their parameters: all of them are looked at together, over all ranks."""
