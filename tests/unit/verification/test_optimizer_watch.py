@@ -37,6 +37,5 @@ def test_only_the_outermost_step_is_looked_at(gloo_world: World, caplog: pytest.
     ((plain(x) - y).square().sum() / 8).backward()
     own.step()
     assert "the optimizer is given it" in caplog.text
-    assert "changes the gradient" not in caplog.text
     for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, expected, rtol=1e-6, atol=0)
