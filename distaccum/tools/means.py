@@ -11,7 +11,7 @@ from itertools import chain
 from math import isnan, log2, nan, prod
 from typing import Any
 
-from torch import Tensor, float32
+from torch import Tensor, arange, float32
 
 from distaccum.data.window import Window
 from distaccum.distributed.world import World
@@ -28,6 +28,9 @@ _TERMS = 4096  # nodes down to terms: a penalty of weights adds one for each par
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
 _KEEPS = r"(ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze|NanToNum|Mean|Sum)Backward\d"  # the value of one element
 _JOINS = r"(Stack|Cat|Index\w+|Scatter\w*|Segment\w*|Cumsum)Backward\d|.*Backward"  # rows, or nobody knows what
+_REDUCES = r"(Sum|Mean|Logsumexp|Amax|Amin|Norm|\w*VectorNorm|\w*Loss\w*)Backward\d"
+_SMOOTH = r"MaskedFillBackward\d NegBackward\d SumBackward\d (MulBackward\d )?LogSoftmaxBackward\d"
+_LEAF = "torch::autograd::AccumulateGrad"
 _LAYER = r"(Addmm|Mm|Bmm|Convolution|Embedding|\w*Loss\w*)Backward\d|torch::autograd::AccumulateGrad"
 
 
@@ -46,6 +49,11 @@ class _Term:
     labels: bool = False
     of_samples: bool = False  # not of weights alone
     constants: frozenset[int] | None = None  # of a term of weights alone, the sizes of what else is in it
+    whole: bool = False  # known to be of all samples, and not of one's own part
+    length: float = 0.0  # that each row is divided by below the sum, where it is of labels or a mask; 0 of none
+    padded: bool = False  # whether the mask's rows end before the longest of them
+    logits: Any = None  # while the graph is read, the log-softmax that it is of
+    layers: frozenset[Any] = frozenset()  # while the graph is read, those that all its rows come from
 
     def times(self, factor: float, *, divisor: float = 1.0, scale: float = 1.0) -> _Term:
         divisors = self.divisors if divisor == 1.0 else (*self.divisors, divisor)
@@ -78,10 +86,11 @@ class Means:
         """
         counts = next(iter(self._counts[len(self._noted) :][:1]), {}) or counts
         by_name = counts if isinstance(counts, Mapping) else {SINGLE: counts}
-        known = {name: loss for name, loss in as_loss_sums(losses).items() if by_name.get(name)}
-        for loss in known.values():
+        sums = as_loss_sums(losses)
+        known = {name: (loss, float(by_name[name])) for name, loss in sums.items() if by_name.get(name)}
+        for loss, _ in known.values():
             expect_none_of_torch(nodes_of(loss))
-        self._noted.append([(name, float(by_name[name]), terms_of(loss.grad_fn)) for name, loss in known.items()])
+        self._noted.append([(name, count, terms_of(loss.grad_fn, count)) for name, (loss, count) in known.items()])
 
     def check(self, world: World, *, closing: str = CLOSING, sums: bool = False) -> None:
         """Judges what all ranks have noted; a collective.
@@ -94,6 +103,7 @@ class Means:
                 by the number of micro-batches, or multiplied by a loss scale; on all ranks.
         """
         steps, own, shares = len(self._noted), list[str](), list[tuple[str, float, str]]()
+        lengths = list[tuple[str, float, float, str]]()
         counts, factors = dict[str, list[float]](), dict[str, set[tuple[float, ...]]]()
         for name, count, terms in chain.from_iterable(self._noted):
             counts.setdefault(name, []).append(count)
@@ -110,25 +120,31 @@ class Means:
                 problem = forgotten or _factored(terms, count, numbers)
                 own += [where + problem] if problem else []
                 shares += [(name, *_share(terms, count, where)), (f"{name}, divided", *_divided(terms, count, where))]
+                lengths += _padded(name, terms, count, where)
         weights = [one for losses in self._noted for one in _of_weights(losses)]
-        told = world.all_gather_object((own[:1], shares, weights))
+        beside = [one for losses in self._noted for one in _of_means(losses)]
+        told = world.all_gather_object((own[:1], shares, lengths, weights, beside))
         problems = [one for each, *_ in told for one in each] or _miscounted(
-            [one for _, each, _ in told for one in each]
+            [one for _, each, *_ in told for one in each]
         )
+        problems = problems or _unlike([one for _, _, each, *_ in told for one in each])
         if problems:
             raise VerificationError(f"{problems[0]}. {closing}")
-        if (once := added_once([one for *_, each in told for one in each])) and world.is_main:
-            _log.warning("%s", once)
+        once = added_once([one for *_, each, _ in told for one in each])
+        for one in [once, *_unlike([one for *_, each in told for one in each])] if world.is_main else []:
+            if one:
+                _log.warning("%s", one)
 
 
-def terms_of(root: Any) -> Sequence[_Term]:
-    """What a loss is the sum of; empty where nobody knows."""
+def terms_of(root: Any, count: float = 0.0) -> Sequence[_Term]:
+    """What a loss is the sum of, with the count of its micro-batch; empty where nobody knows."""
     with suppress(Exception):  # torch promises nothing of its nodes, and a number may be complex, or hidden by a mode
-        return _unsmoothed(_read(root))
+        terms = _unsmoothed(_read(root, count))
+        return [replace(one, whole=_is_whole(one, terms), logits=None, layers=frozenset()) for one in terms]
     return []
 
 
-def _read(root: Any) -> list[_Term]:
+def _read(root: Any, count: float) -> list[_Term]:
     found, left = list[_Term](), [(root, _Term())]
     for _ in range(_TERMS):
         if not left or root is None:
@@ -151,7 +167,8 @@ def _read(root: Any) -> list[_Term]:
             by_it = outer.times(1, divisor=number) if name[0] == "D" else outer.times(number, scale=number**scales)
             left.append((given[0], by_it))
         else:
-            found.append(replace(_reduction(node, name, given, outer), constants=constants_of_weights(node)))
+            term = replace(_reduction(node, name, given, outer), constants=constants_of_weights(node))
+            found.append(replace(term, layers=_layers(node, count)) if term.mean else term)
     return []
 
 
@@ -183,12 +200,12 @@ def _factor(node: Any, name: str) -> Any:
     return _saved(node, "other" if of_other else "self") if kind == "Mul" or (kind == "Div" and of_other) else None
 
 
-def _saved(node: Any, name: str) -> Any:
-    """A number, or a tensor of one; None where a hook has it, which may compute a forward again."""
+def _saved(node: Any, name: str, *, whole: bool = False) -> Any:
+    """A number, or a tensor of one, or of any size; None where a hook has it, which may compute a forward again."""
     if getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None:
         return None
     kept = getattr(node, f"_saved_{name}")
-    return kept if not isinstance(kept, Tensor) else kept.detach() if kept.numel() == 1 else None
+    return kept if not isinstance(kept, Tensor) else kept.detach() if kept.numel() == 1 or whole else None
 
 
 def _reduction(node: Any, name: str, given: Sequence[Any], outer: _Term) -> _Term:
@@ -203,7 +220,11 @@ def _reduction(node: Any, name: str, given: Sequence[Any], outer: _Term) -> _Ter
     if items is None or (isinstance(items, Tensor) and items.dtype.itemsize < float32.itemsize):  # wrong from 256 on
         return outer
     own = kind not in ("Mean", "Sum") or _of_samples(given[0])
-    return replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels, of_samples=own)
+    term = replace(outer, kind=kind, mean=mean, items=float(items), shape=shape, labels=labels, of_samples=own)
+    length, padded = 0.0, False
+    with suppress(Exception):  # a mask that a hook has
+        length, padded = _length(given[0]) if kind in ("Mean", "Sum") else (length, padded)
+    return replace(term, logits=_log_softmax(node, labels=labels), length=length, padded=padded)
 
 
 def _of_weights(losses: Sequence[tuple[str, float, Sequence[_Term]]]) -> Iterator[tuple[str, float, float, bool]]:
@@ -214,6 +235,30 @@ def _of_weights(losses: Sequence[tuple[str, float, Sequence[_Term]]]) -> Iterato
         found = [term for term in terms if term.constants is not None and not term.constants & rows]
         for term in found[:1] if others else ():
             yield name, count, term.factor, any(close(by, count) for by in term.multipliers)
+
+
+def _of_means(losses: Sequence[tuple[str, float, Sequence[_Term]]]) -> Iterator[tuple[str, float, float, str]]:
+    """Of each mean beside others, one of which is over the count: what a row and an item weigh, and what it is over."""
+    for name, count, terms in losses:
+        known = [term for term in terms if term.kind and term.of_samples and term.constants is None]
+        matched = count >= _PAIR and any(close(term.items, count) for term in known)
+        for i, term in enumerate(known if matched and all(term.mean for term in known) else []):
+            rows, told = (term.shape or (1,))[0], ""
+            if count not in (rows, term.items):
+                told = (
+                    f"the loss {name!r} adds a mean over {rows} ({term.kind}) to one over its count of {count:g}: what "
+                )
+                told += "it weighs depends on the micro-batches; give each by name, as da.from_mean(mean, its count)"
+            yield f"{name} {i}", term.factor / rows, term.factor / (term.items or nan), told
+
+
+def _unlike(found: Sequence[tuple[str, float, float, str]]) -> list[str]:
+    """The words of one of what is not the same in all micro-batches, in neither of two ways to count."""
+    for name in dict.fromkeys(name for name, *_ in found):
+        *both, told = zip(*(one for other, *one in found if other == name), strict=True)
+        if any(told) and not any(close(min(each), max(each)) for each in both):
+            return [next(filter(None, told))]
+    return []
 
 
 def _joins_rows(node: Any) -> bool:
@@ -244,18 +289,116 @@ def _of_samples(node: Any) -> bool:
     return True
 
 
+def _log_softmax(node: Any, *, labels: bool) -> Any:
+    """What a loss of labels is computed from, or the sum by which torch smooths the labels; None of all else."""
+    names, node = list[str](), _inputs(node)[0]
+    while len(names) < _SMOOTH.count(" ") and not node.name().startswith("LogSoftmax") and len(_inputs(node)) == 1:
+        names, node = [*names, node.name()], _inputs(node)[0]
+    path = " ".join([*names, node.name()])
+    smooth = re.fullmatch(r"(\w*ViewBackward\d )*LogSoftmaxBackward\d" if labels else _SMOOTH, path)
+    return node if smooth else None
+
+
 def _unsmoothed(terms: list[_Term]) -> list[_Term]:
-    """One term in place of the two by which torch smooths the labels of a cross entropy."""
-    if len(terms) == _PAIR:
-        smooth, hard = sorted(terms, key=lambda term: term.labels)
-        if hard.labels and hard.mean and smooth.kind == "Sum" and hard.items in smooth.divisors:
-            return [replace(hard, factor=hard.factor + smooth.factor * hard.items * hard.shape[1])]
+    """One term in place of the two by which torch smooths the labels of a cross entropy, of one log-softmax."""
+    for smooth in [term for term in terms if term.logits is not None and term.kind == "Sum" and not term.labels]:
+        for i, hard in enumerate(terms):
+            of_both = hard.labels and hard.mean and hard.logits is smooth.logits and hard.factor * smooth.factor >= 0
+            if of_both and hard.items in smooth.divisors:
+                whole = replace(hard, factor=hard.factor + smooth.factor * hard.items * hard.shape[1])
+                return _unsmoothed([whole if j == i else one for j, one in enumerate(terms) if one is not smooth])
     return terms
+
+
+def _layers(node: Any, count: float) -> frozenset[Any]:
+    """The layers that a mean is computed from with the rows of all samples; empty where it may be of some of them."""
+    layers, left = set[Any](), [node] if count >= _PAIR else []
+    for _ in range(_MOST):
+        if not left:
+            break
+        node = left.pop()
+        size, name = _shape(node), node.name()
+        if size[:1] == (1,) or re.fullmatch(_JOINS, name):
+            return frozenset()
+        if re.fullmatch(_LAYER, name) and "Loss" not in name:
+            if size[0] % count:
+                return frozenset()
+            layers.add(node)
+            continue
+        for one in _inputs(node):
+            of = () if one.name() == _LEAF else _shape(one)
+            fewer = prod(size) < prod(of) and not re.fullmatch(_REDUCES, name)
+            if fewer and (of[0] != size[0] or {of[0], count} & set(of[1:])):  # else of features
+                return frozenset()
+            left += [one] if of else []
+    return frozenset() if left else frozenset(layers)
+
+
+def _is_whole(term: _Term, terms: Sequence[_Term]) -> bool:
+    """Whether a mean is of all samples: no other is computed by the same weights once again, as of another sample."""
+    pairs = [(term.layers - other.layers, other.layers - term.layers) for other in terms if other is not term]
+    return bool(term.layers) and not any(_weights(own) & _weights(others) for own, others in pairs)
+
+
+def _weights(layers: frozenset[Any]) -> set[Any]:
+    """Of layers; None among them where one's are not known."""
+    found = set[Any]()
+    for layer in layers:
+        given = _inputs(layer)
+        for i in range(len(given)):
+            while re.fullmatch(r"(T|ToCopy|Transpose|Permute|\w*View)Backward\d", given[i].name()):
+                given[i] = _inputs(given[i])[0]
+        own = {one for one in given if one.name() == _LEAF}
+        found |= own or {None}
+    return found
+
+
+def _length(node: Any) -> tuple[float, bool]:
+    """What each row of a loss is divided by, 0 where no labels and no mask tell its length; whether rows are padded."""
+    shape, divisors = tuple[int, ...](), list[float]()
+    for _ in range(_MOST):
+        name, given = node.name(), _inputs(node)
+        valid = _valid(node, name)
+        if valid is not None:
+            if len(shape) != _PAIR or valid.numel() != prod(shape) or not divisors:
+                break
+            ends = valid.reshape(shape) * arange(1, shape[1] + 1, device=valid.device)
+            first, last = ends.masked_fill(ends == 0, shape[1] + 1).amin(1), ends.amax(1)
+            runs = ((last - first + 1).clamp(min=0) == (ends > 0).sum(1)).all()
+            by_it = any(close(one, shape[1]) for one in divisors)
+            return prod(divisors), bool(by_it and runs and last.max() == shape[1] and last.min() < shape[1])
+        if len(given) != 1:
+            break
+        if re.fullmatch(r"(Sum|Mean)Backward\d", name):
+            shape = shape or _shape(given[0])
+            divisors += [prod(_shape(given[0])) / prod(_shape(node))] if name[0] == "M" else []
+        elif by := _factor(node, name):
+            divisors.append(float(by) if name[0] == "D" else 1 / float(by))
+        elif not re.fullmatch(r"(Neg|ToCopy|Clone|Alias|\w*View|Squeeze|Unsqueeze)Backward\d", name):
+            break
+        node = given[0]
+    return 0.0, False
+
+
+def _valid(node: Any, name: str) -> Any:
+    """Which elements a mask, or labels that are ignored, leave in a loss; None where there is neither."""
+    if name.startswith("NllLoss") and node._saved_reduction == _NONE:
+        return _saved(node, "target", whole=True) != node._saved_ignore_index
+    if name.startswith("MaskedFill"):
+        return ~_saved(node, "mask", whole=True)
+    if name.startswith("Where"):
+        mask = _saved(node, "condition", whole=True)
+        return mask if node.next_functions[0][0] is not None else ~mask
+    if name[:3] != "Mul":
+        return None
+    mask = _saved(node, "other" if node.next_functions[0][0] is not None else "self", whole=True)
+    many = isinstance(mask, Tensor) and mask.numel() > 1 and len(_inputs(node)) == 1
+    return mask != 0 if many and bool(((mask == 0) | (mask == 1)).all()) else None
 
 
 def _forgotten(terms: Sequence[_Term], count: float, *, changing: bool = False) -> str:
     """A mean over what was counted, which nothing multiplies by the count."""
-    each = len(terms) > 1 and sum(term.mean for term in terms) >= count  # a mean for each sample
+    each = len(terms) > 1 and sum(term.mean and not term.whole for term in terms) >= count  # a mean for each sample
     mixed = all(term.mean for term in terms) and close(sum(term.factor for term in terms), 1.0)  # as of two labels
     sums = any(term.kind and not term.mean and term.of_samples for term in terms)
     means = [term for term in terms if _is_mean(term, count, changing or mixed, beside=sums and term.mean)]
@@ -351,6 +494,16 @@ def _divided(terms: Sequence[_Term], count: float, where: str) -> tuple[float, s
         told = f"{told}: {remedy}"
     by_items = abs(term.factor) / count if term.mean else abs(term.factor)
     return by_items * prod(by_size), told
+
+
+def _padded(name: str, terms: Sequence[_Term], count: float, where: str) -> Iterator[tuple[str, float, float, str]]:
+    """What rows are divided by below a sum of them, and in all; and in words that it is what they are padded to."""
+    for term in [term for term in terms if term.length and count >= _PAIR][:1]:
+        remedy = "divide each by its own length, or by what all micro-batches have in common, or count the labels"
+        told = (
+            f"{where}divides each sample by {term.length:g}, as this micro-batch is padded, and others by other numbers"
+        )
+        yield name, term.length, abs(term.factor) / term.length, f"{told}: {remedy}" if term.padded else ""
 
 
 def _miscounted(shares: Sequence[tuple[str, float, str]]) -> list[str]:

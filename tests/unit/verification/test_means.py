@@ -1,7 +1,7 @@
 """A mean that is no sum, or is over another count, is refused in the first window of a loop; what is right trains."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,13 @@ class Forward:
 
     def smooth(self) -> Tensor:
         return -0.3 * self.first.log_softmax(1).sum() / (self.samples * CLASSES)
+
+    def again(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """A forward of each sample, of as many rows as there are samples."""
+        return ((torch.ones(SAMPLES, 4) * i @ self.head.t(), self.soft) for i in range(SAMPLES))
+
+    def kl(self) -> Tensor:
+        return F.kl_div(self.first.log_softmax(1), self.soft, reduction="batchmean")
 
     def each(self) -> Tensor:
         """The loss of each token, ``(B, T)``."""
@@ -133,6 +140,11 @@ RIGHT: dict[str, Program] = {
     "an unknown whole": lambda f: (Doubled.apply(f.ce() * f.tokens), f.tokens),
     "weights by hand, counted": lambda f: ((f.each() * f.mask).sum() / f.mask.sum(), f.mask.sum(), "mean"),
     "one divisor everywhere": lambda f: (f.mse(reduction="sum") / 1.7, f.samples),
+    "smooth labels of a mean": lambda f: (f.ce1(label_smoothing=0.1) / 2 * f.samples, f.samples),
+    "smooth labels beside another": lambda f: ((f.ce1(label_smoothing=0.1) + f.kl()) * f.samples, f.samples),
+    "a loop of as many rows as samples": lambda f: (sum(row.outer(row).mean() for row in square(f)), f.samples),
+    "a loop over the second dimension": lambda f: (sum(row.square().mean() for row in f.first.T.unbind(1)), f.samples),
+    "a loop of forwards": lambda f: (sum(F.mse_loss(*one) for one in f.again()) + 0 * f.first.sum(), f.samples),
     "a learned factor": lambda f: (f.ce(reduction="sum") * f.head.sum().exp(), f.tokens),
 }
 _TWICE, _SCALED, _OTHER = (
@@ -163,6 +175,15 @@ WRONG: dict[str, tuple[Program, str]] = {
     "forgotten, a likelihood": (lambda f: (-(f.soft * f.first.log_softmax(1)).sum(1).mean(), f.samples), _TWICE),
     "forgotten, mixed labels": (
         lambda f: (0.3 * f.ce1() + 0.7 * F.cross_entropy(f.first, f.of_samples.flip(0)), f.samples),
+        _TWICE,
+    ),
+    "forgotten, beside a mean by hand": (lambda f: (f.ce1() + f.kl(), f.samples), _TWICE),
+    "forgotten, beside an entropy": (
+        lambda f: (f.ce1() + 0.01 * f.first.square().sum() / f.samples, f.samples),
+        _TWICE,
+    ),
+    "forgotten, as many as samples": (
+        lambda f: (f.ce1() + 0.5 * f.mse() + sum(f.first[:, i].square().mean() for i in (0, 1, 2, 0)), f.samples),
         _TWICE,
     ),
     "forgotten, rows": (lambda f: (f.ce(), f.samples), _TWICE),
@@ -245,6 +266,45 @@ def test_what_is_wrong_is_refused_before_a_weight_moves(gloo_world: World, name:
     with pytest.raises(VerificationError, match=said):
         train(gloo_world, program)
     assert train(gloo_world, program, verify="never")
+
+
+LENGTHS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {  # of losses and mask, and whether it is right
+    "each by its own": (lambda each, mask: (each.sum(1) / mask.sum(1)).sum(), True),
+    "a mean, times its share": (lambda each, mask: (each.mean(1) / mask.float().mean(1)).sum(), True),
+    "the longest, undone": (lambda each, mask: each.mean(1).sum() * mask.shape[1], True),
+    "a number, undone": (lambda each, mask: (0.5 * each.sum(1) / mask.sum()).sum() * mask.sum(), True),
+    "the longest": (lambda each, mask: each.mean(1).sum(), False),
+    "the longest, a number": (lambda each, mask: -2 * (-each.sum(1) / mask.shape[1]).sum(), False),
+    "the longest, a mask": (lambda each, mask: ((each + 1) * mask).mean(1).sum(), False),
+    "the longest, filled": (lambda each, mask: (each + 1).masked_fill(~mask, 0).mean(1).sum(), False),
+}
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_that_are_divided_by_what_a_micro_batch_is_padded_to_are_refused(
+    gloo_world: World, name: str, padded: bool
+) -> None:
+    program, right = LENGTHS[name]
+    lengths, taken = [[5, 2, 3, 4, 1, 5], [4, 4, 1, 2, 3, 3], [5, 5, 5, 5, 5, 5], [2, 1, 1, 2, 2, 1]], iter(range(4))
+
+    def cut(f: Forward) -> tuple[Any, ...]:
+        ends = torch.tensor(lengths[next(taken)])
+        mask = torch.arange(int(ends.max()) if padded else LENGTH) < ends[:, None]
+        labels = f.labels[:, :1].expand(mask.shape).masked_fill(~mask, -100)
+        each = F.cross_entropy(f.logits[:, : mask.shape[1]].flatten(0, 1), labels.flatten(), reduction="none")
+        return program(each.view(mask.shape), mask), f.samples
+
+    with pytest.raises(VerificationError, match="is padded, and") if padded and not right else nullcontext():
+        train(gloo_world, cut)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_mean_of_samples_beside_one_of_labels_is_told(
+    gloo_world: World, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(gloo_world, lambda f: (f.ce() + (f.mse() if told else f.each()[f.mask].square().mean()), f.tokens, "mean"))
+    assert ("adds a mean over 6 (MseLoss) to one over its count" in caplog.text) == told
 
 
 EYE = torch.eye(CLASSES)
