@@ -140,7 +140,7 @@ RIGHT: dict[str, Program] = {
     "an unknown whole": lambda f: (Doubled.apply(f.ce() * f.tokens), f.tokens),
     "weights by hand, counted": lambda f: ((f.each() * f.mask).sum() / f.mask.sum(), f.mask.sum(), "mean"),
     "one divisor everywhere": lambda f: (f.mse(reduction="sum") / 1.7, f.samples),
-    "smooth labels of a mean": lambda f: (f.ce1(label_smoothing=0.1) / 2 * f.samples, f.samples),
+    "smooth labels of a mean": lambda f: (0.3 * f.ce1(label_smoothing=0.1) * f.samples, f.samples),
     "smooth labels beside another": lambda f: ((f.ce1(label_smoothing=0.1) + f.kl()) * f.samples, f.samples),
     "a loop of as many rows as samples": lambda f: (sum(row.outer(row).mean() for row in square(f)), f.samples),
     "a loop over the second dimension": lambda f: (sum(row.square().mean() for row in f.first.T.unbind(1)), f.samples),
