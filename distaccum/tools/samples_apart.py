@@ -48,6 +48,7 @@ class SamplesApart:
         self._cotangents: dict[int, Tensor] = {}  # by the number of an output
         self._hooks: list[Any] = []
         self._ended = False
+        self._size = 0.0  # of two samples' outputs along their gradients, which may cancel out
         self.strange = set[int]()
         """Outputs, by number, that have as many rows as the micro-batch, and are not of samples: prototypes, scales."""
         self.depends = False
@@ -141,7 +142,7 @@ class SamplesApart:
         together, *apart = (sum(each.values()) for each in losses) if losses else [0.0]
         statistics = any(isinstance(module, _BatchNorm) and module.training for module in self._model.modules())
         rounds = statistics or in_16_bits(self._engine)
-        return not rounds and abs(together - sum(apart)) > _OTHER * sum(map(abs, apart))
+        return not rounds and abs(together - sum(apart)) > _OTHER * self._size
 
     def _is_pair(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.shape[:1] == (_PAIR,)
@@ -151,7 +152,9 @@ class SamplesApart:
         args, kwargs = tree_unflatten(batch["inputs"], self._tree)
         outputs = _tensors(model(*args, **kwargs))
         self.strange |= {n for n, c in batch["cotangents"].items() if c.ndim and outputs[n].shape[:1] != c.shape[:1]}
-        return torch.stack([(outputs[n] * c).sum().float() for n, c in batch["cotangents"].items()]).sum()
+        along = [outputs[n] * c for n, c in batch["cotangents"].items()]
+        self._size = max(self._size, float(sum(one.detach().abs().sum() for one in along)))
+        return torch.stack([one.sum().float() for one in along]).sum()
 
 
 def _rows(is_pair: Callable[[Any], bool], number: int) -> Callable[[Tensor], Tensor]:

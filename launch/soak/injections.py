@@ -271,7 +271,8 @@ def _fails(did: str, run: Run, attempt: Attempt, fault: Fault, reason: str, *, w
     code = attempt.end(within_s + GRACE_S)
     _expect(code == _FAILED, f"exit code {code}: {_last_words(attempt)}")
     status = _status(run, "failed", *_before_it_ran(fault, run, attempt), reason=reason)
-    _expect(re.search(reason, attempt.err) is not None, f"nobody reads {reason!r} in {attempt.err!r}")
+    told = rf"{reason}|Signal 9 \(SIGKILL\) received" if attempt.bare and fault.moment == STARTUP else reason
+    _expect(re.search(told, attempt.err) is not None, f"nobody reads {told!r} in {attempt.err!r}")
     _quiet(attempt)
     return Outcome(did=did, code=code, handled=status)
 

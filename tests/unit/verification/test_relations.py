@@ -744,6 +744,7 @@ TOLD: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"engine": "fsdp2"},
         "outputs depend on the other samples",
     ),
+    "angles": (None, lambda m, b: F.cosine_similarity(m(b[0]), b[0]).sum(), {"make": lambda: nn.Linear(6, 6)}, ""),
     "outputs in one company": (beside_others, squares, {"micro_batch_size": WINDOW}, ""),
     "a teacher that stays": (None, Teacher(0.0), {}, ""),
     "labels weighed alike": (None, lambda m, b: balanced(m, b, torch.tensor([3.0])), {}, ""),
