@@ -25,7 +25,7 @@ from distaccum.engines.compiled import BesideCompiled
 from distaccum.losses.normalize import SINGLE, Count, LossSum, as_counts, as_loss_sums
 from distaccum.precision.selection import SIXTEEN_BIT
 from distaccum.tools.kept import Kept
-from distaccum.tools.means import terms_of
+from distaccum.tools.loss_terms import terms_of
 from distaccum.tools.weight_terms import MANY, close, digits
 from distaccum.verification.additivity import rows_of
 

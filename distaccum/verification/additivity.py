@@ -195,7 +195,7 @@ def _compare(
     if not pair or any(any(judged(name, pair)) for name in pair[-1].losses):
         try:
             pair, shapes = _measure(engine, loss, count, batches)
-        except Exception:  # a loss that differentiates by itself has nothing to in evaluation
+        except Exception:  # a loss that differentiates by itself cannot without a graph, as in evaluation
             if not pair:
                 raise
     ab, again = pair[2], pair[-1]
